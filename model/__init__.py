@@ -1,0 +1,1 @@
+"""The Cohere model in torch. Imports neither grpc nor protobuf."""

@@ -1,0 +1,1 @@
+"""The internal link between router and shards."""

@@ -1,0 +1,1 @@
+"""The internal link, version 1."""
