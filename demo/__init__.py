@@ -1,0 +1,1 @@
+"""Two small trained models, the facts they know, and a client that shows them being served."""
