@@ -1,0 +1,338 @@
+"""Who computes what in the next step, and what a step's answer means for whom.
+
+Waiting sequences stand in a heap, running ones (those that hold a slot) in a list, both in order of priority, then
+arrival. Each step, running rows that generate take one token of the budget each; then running prompts, then waiting
+ones, fill the rest in chunks. A sequence gets the blocks of all its known tokens when it starts, and one more whenever
+it grows into it; when none is free the last running sequence is preempted: it gives up slot and blocks and waits, with
+its tokens, to be computed again. Steps are sent before the answers of earlier ones are here, see `Sequence`; a block or
+slot given up is reused at once, because the shards run steps in order.
+"""
+
+from __future__ import annotations
+
+import bisect
+import collections
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Callable
+
+from router.block_manager import BlockManager
+from router.detokenizer import Detokenizer
+from router.errors import Cancelled, DeadlineExceeded, InternalError, RequestError, ResourceExhausted, Unavailable
+from router.messages import Event, Load, RequestFailed, SequenceDelta, Submission
+from router.sequence import Sequence, SequenceGroup
+from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
+from router.stopping import StopChecker
+
+# Blocks kept free when a sequence joins others, so that it is not preempted at their next growth.
+FREE_SHARE_AT_START = 0.01
+
+MakeDetokenizer = Callable[[bool], Detokenizer]
+
+
+@dataclasses.dataclass(slots=True)
+class Tally:
+    """What happened since the tally was last taken, for the metrics."""
+
+    num_prompt_tokens: int = 0  # of requests that began to run
+    num_generated_tokens: int = 0
+    num_preemptions: int = 0
+    first_token_latencies_s: list[float] = dataclasses.field(default_factory=list)
+    token_latencies_s: list[float] = dataclasses.field(default_factory=list)
+
+
+class Scheduler:
+    """Synchronous, without I/O; times are time.monotonic() seconds, handed in."""
+
+    def __init__(self, info: ShardInfo, make_detokenizer: MakeDetokenizer) -> None:
+        """`make_detokenizer(skip_special_tokens)` gives each sequence its own."""
+        self._info = info
+        self._make_detokenizer = make_detokenizer
+        self._blocks = BlockManager(info.num_blocks, info.block_size)
+        self._reserve = int(info.num_blocks * FREE_SHARE_AT_START)
+        self._groups: dict[int, SequenceGroup] = {}
+        self._waiting: list[tuple[tuple[int, float, int, int], Sequence]] = []
+        self._running: list[Sequence] = []
+        self._free_slots = list(range(info.max_num_seqs - 1, -1, -1))
+        self._closed_slots: list[int] = []
+        self._deadlines: list[tuple[float, int]] = []
+        self._unanswered: collections.deque[tuple[Step, list[Sequence]]] = collections.deque()
+        self._last_step_id = 0
+        self._num_waiting = 0
+        self._tally = Tally()
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """Most tokens that one sequence can hold in the pool."""
+        return (self._blocks.num_blocks - 1) * self._blocks.block_size
+
+    @property
+    def num_unanswered_steps(self) -> int:
+        """Steps sent whose results are not here."""
+        return len(self._unanswered)
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When `expire` has something to do next, at the earliest."""
+        return self._deadlines[0][0] if self._deadlines else None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no request and no step under way."""
+        return not self._groups and not self._unanswered
+
+    def load(self) -> Load:
+        """How busy we are."""
+        return Load(len(self._running), self._num_waiting, self._blocks.usage)
+
+    def take_tally(self) -> Tally:
+        """What happened since the last call."""
+        tally, self._tally = self._tally, Tally()
+        return tally
+
+    def add(self, submission: Submission) -> None:
+        """Takes a request that validation found to fit."""
+        num_tokens = len(submission.prompt_token_ids) + submission.stopping.max_tokens
+        assert submission.prompt_token_ids and submission.stopping.max_tokens >= 1 and submission.n >= 1
+        assert num_tokens <= min(self._info.max_model_len, self.max_kv_tokens), "validation lets in what fits"
+        group = SequenceGroup(submission)
+        self._groups[submission.key] = group
+        for index in range(submission.n):
+            detokenizer = self._make_detokenizer(submission.output.skip_special_tokens)
+            member = Sequence(group, index, StopChecker(submission.stopping, detokenizer))
+            group.members.append(member)
+            self._wait(member)
+        if submission.deadline_s is not None:
+            heapq.heappush(self._deadlines, (submission.deadline_s, submission.key))
+
+    def cancel(self, key: int) -> list[Event]:
+        """Ends a request whose caller went away; unknown and ended ones are no error."""
+        group = self._groups.get(key)
+        return self._fail(group, Cancelled("the caller cancelled")) if group else []
+
+    def expire(self, now_s: float) -> list[Event]:
+        """Ends the requests whose deadline has passed, waiting or running."""
+        events: list[Event] = []
+        while self._deadlines and self._deadlines[0][0] <= now_s:
+            _, key = heapq.heappop(self._deadlines)
+            if group := self._groups.get(key):
+                events += self._fail(group, DeadlineExceeded("the deadline passed before the answer was complete"))
+        return events
+
+    def fail_all(self, message: str) -> list[Event]:
+        """Ends every request with UNAVAILABLE: the shards are gone, and with them the steps under way."""
+        events = [event for group in list(self._groups.values()) for event in self._fail(group, Unavailable(message))]
+        self._unanswered.clear()
+        return events
+
+    # Scheduling.
+
+    def schedule(self, now_s: float) -> Step | None:
+        """The next step to send, or None when nothing can be computed before an answer or a request comes."""
+        step = Step(self._last_step_id + 1)
+        rows: list[Sequence] = []
+        budget = self._schedule_decodes(step, rows, self._info.max_num_batched_tokens)
+        budget = self._schedule_prefills(step, rows, budget)
+        self._start_waiting(step, rows, budget, now_s)
+        if not rows:
+            return None
+        step.closed_slots, self._closed_slots = self._closed_slots, []
+        self._last_step_id = step.step_id
+        self._unanswered.append((step, rows))
+        return step
+
+    def _schedule_decodes(self, step: Step, rows: list[Sequence], budget: int) -> int:
+        index = 0
+        running = self._running
+        while index < len(running) and budget:
+            sequence = running[index]
+            index += 1
+            if not (sequence.is_decoding and sequence.can_sample):
+                continue
+            new_blocks = self._grow(sequence, sequence.num_computed_tokens + 1)
+            if new_blocks is None:  # It was the last one, and gave up its own place.
+                break
+            self._compute(step, rows, sequence, 1, new_blocks)
+            budget -= 1
+        return budget
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
+        """New blocks so that `num_tokens` fit, preempting from the end of the order; None if `sequence` had to go.
+
+        Rows are visited in order, so whoever is preempted has not been scheduled in this step.
+        """
+        missing = self._blocks.blocks_for(num_tokens) - len(sequence.block_table)
+        if missing <= 0:
+            return ()
+        while (new_blocks := self._blocks.allocate(missing)) is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is sequence:
+                return None
+        sequence.block_table += new_blocks
+        return tuple(new_blocks)
+
+    def _schedule_prefills(self, step: Step, rows: list[Sequence], budget: int) -> int:
+        for sequence in self._running:
+            if not budget:
+                break
+            if not sequence.is_decoding:
+                chunk = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
+                self._compute(step, rows, sequence, chunk, ())
+                budget -= chunk
+        return budget
+
+    def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
+        while budget and self._waiting and self._free_slots:
+            sequence = self._waiting[0][1]
+            if sequence.is_finished:
+                heapq.heappop(self._waiting)
+                continue
+            if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
+                break
+            needed = self._blocks.blocks_for(sequence.num_tokens)
+            if self._running and self._blocks.num_free - needed < self._reserve:
+                break
+            new_blocks = self._blocks.allocate(needed)
+            if new_blocks is None:
+                break
+            heapq.heappop(self._waiting)
+            self._num_waiting -= 1
+            self._open(step, sequence, new_blocks, now_s)
+            chunk = min(sequence.num_tokens, budget)
+            self._compute(step, rows, sequence, chunk, tuple(new_blocks))
+            budget -= chunk
+
+    def _open(self, step: Step, sequence: Sequence, blocks: list[int], now_s: float) -> None:
+        sequence.slot = self._free_slots.pop()
+        sequence.block_table = blocks
+        bisect.insort(self._running, sequence, key=lambda running: running.order)
+        step.opened.append(sequence.opening(sequence.slot))
+        if sequence.group.first_scheduled_s is None:
+            sequence.group.first_scheduled_s = now_s
+            self._tally.num_prompt_tokens += sequence.num_prompt_tokens
+
+    def _compute(
+        self, step: Step, rows: list[Sequence], sequence: Sequence, num_tokens: int, new_blocks: tuple[int, ...]
+    ) -> None:
+        """Puts `num_tokens` more of the sequence into the step, with those of them that the shards do not have."""
+        assert sequence.slot is not None
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        known = sequence.num_tokens
+        if sequence.num_shard_tokens < min(end, known):
+            step.filled.append(FillTokens(sequence.slot, start, sequence.tokens(start, end)))
+        is_sampled = end == known + sequence.num_pending_samples
+        step.scheduled.append(ScheduledRow(sequence.slot, start, num_tokens, is_sampled, new_blocks))
+        rows.append(sequence)
+        sequence.num_computed_tokens = end
+        sequence.num_shard_tokens = end + is_sampled
+        sequence.num_unanswered_steps += 1
+        sequence.num_pending_samples += is_sampled
+
+    # Answers.
+
+    def postprocess(self, result: StepResult, now_s: float) -> list[Event]:
+        """Takes the oldest unanswered step's result; returns what it means to the callers."""
+        step, rows = self._unanswered.popleft()
+        assert step.step_id == result.step_id and len(rows) == len(result.rows), "answers come in order"
+        events: list[Event] = []
+        for sequence, row, scheduled in zip(rows, result.rows, step.scheduled, strict=True):
+            sequence.num_unanswered_steps -= 1
+            sequence.num_pending_samples -= scheduled.is_sampled
+            if sequence.is_finished:
+                continue  # It ended after this step was sent.
+            if error := _row_error(result, row):
+                events += self._fail(sequence.group, error)
+            elif row.sampled is not None:
+                self._accept(sequence, row, events, now_s)
+        return events
+
+    def _accept(self, sequence: Sequence, row: RowResult, events: list[Event], now_s: float) -> None:
+        assert row.sampled is not None
+        group = sequence.group
+        sequence.output_token_ids.append(row.sampled.token_id)
+        self._count_token(sequence, now_s)
+        piece = sequence.checker.accept(row.sampled)
+        if piece.text or piece.token_ids or piece.finish:
+            key = group.submission.key
+            events.append(SequenceDelta(key, sequence.index, piece.text, piece.token_ids, piece.logprobs, piece.finish))
+        if piece.finish is None:
+            return
+        self._release(sequence)
+        if group.is_finished:
+            self._end(group)
+            events.append(group.done(now_s))
+
+    def _count_token(self, sequence: Sequence, now_s: float) -> None:
+        group = sequence.group
+        self._tally.num_generated_tokens += 1
+        if sequence.last_token_s is not None:
+            self._tally.token_latencies_s.append(now_s - sequence.last_token_s)
+        elif group.first_token_s is None:
+            group.first_token_s = now_s
+            self._tally.first_token_latencies_s.append(now_s - group.submission.arrival_s)
+        sequence.last_token_s = now_s
+
+    # Places.
+
+    def _wait(self, sequence: Sequence) -> None:
+        heapq.heappush(self._waiting, (sequence.order, sequence))
+        self._num_waiting += 1
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._give_up_place(sequence)
+        sequence.num_computed_tokens = sequence.num_shard_tokens = 0
+        self._tally.num_preemptions += 1
+        self._wait(sequence)
+
+    def _give_up_place(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self._running.remove(sequence)
+        self._blocks.free(sequence.block_table)
+        self._closed_slots.append(sequence.slot)
+        self._free_slots.append(sequence.slot)
+        sequence.slot, sequence.block_table = None, []
+
+    def _release(self, sequence: Sequence) -> None:
+        """Ends a sequence, wherever it stands."""
+        if sequence.is_finished:
+            return
+        sequence.is_finished = True
+        if sequence.slot is not None:
+            self._give_up_place(sequence)
+        else:
+            self._num_waiting -= 1  # Its heap entry is dropped when it comes up.
+
+    def _fail(self, group: SequenceGroup, error: RequestError) -> list[Event]:
+        for member in group.members:
+            self._release(member)
+        self._end(group)
+        return [RequestFailed(group.submission.key, error)]
+
+    def _end(self, group: SequenceGroup) -> None:
+        del self._groups[group.submission.key]
+
+    def check_integrity(self) -> None:
+        """Asserts that slots, blocks and counts add up; cheap enough for tests and idle moments, not for each step."""
+        members = [member for group in self._groups.values() for member in group.members]
+        placed = [member for member in members if member.slot is not None]
+        assert sorted(map(id, placed)) == sorted(map(id, self._running)), "running sequences are those with a slot"
+        assert all(a.order < b.order for a, b in itertools.pairwise(self._running)), "running is not in order"
+        slots = [*self._free_slots, *(member.slot for member in placed if member.slot is not None)]
+        assert sorted(slots) == list(range(self._info.max_num_seqs)), "a slot is lost or has two owners"
+        self._blocks.check_integrity([member.block_table for member in placed])
+        waiting = [member for member in members if member.slot is None and not member.is_finished]
+        assert len(waiting) == self._num_waiting, "a waiting sequence is lost"
+        assert {id(member) for member in waiting} <= {id(entry[1]) for entry in self._waiting}
+        assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
+        assert all(not group.is_finished for group in self._groups.values()), "a finished request is kept"
+
+
+def _row_error(result: StepResult, row: RowResult) -> RequestError | None:
+    if result.is_out_of_memory:
+        return ResourceExhausted("the device ran out of memory in a step of this request; try a shorter one")
+    if not row.is_finite:
+        return InternalError("the model gave no finite numbers for this request")
+    return None
