@@ -84,7 +84,7 @@ class ChatTemplates:
         }
         try:
             return self._templates[name].render(values)
-        except (jinja2.TemplateError, TypeError, ValueError, OverflowError, MemoryError) as error:
+        except Exception as error:  # A template is a program; with these messages it failed.
             raise InvalidArgument("messages", f"the chat template refuses them: {error}") from error
 
     def encode(self, messages: Sequence[ChatMessage], name: str = "") -> list[int]:

@@ -8,14 +8,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from router.errors import InternalError
+from router.errors import InternalError, Unavailable
 from router.messages import Event, Finish, FinishReason, Load, RequestDone, RequestFailed, SequenceDelta, Submission
 from router.metrics import Metrics
 from router.scheduler import MakeDetokenizer, Scheduler
-from router.shard_client import ShardLink, ShardLost
+from router.shard_client import ShardLink
 from router.step import Step, StepResult
 
 logger = logging.getLogger(__name__)
+
+IDLE_CHECK_S = 1.0  # a check walks the whole pool, so the next request must not have to wait for it
 
 Deliver = Callable[[list[Event]], None]
 
@@ -35,9 +37,14 @@ class Engine:
         self._wake = asyncio.Event()
         self._sent: dict[int, Step] = {}
         self._finish_reasons: dict[int, list[FinishReason]] = {}
+        self._is_checked = False
+        self._is_over = False
 
     def submit(self, submission: Submission) -> None:
-        """Takes a validated request."""
+        """Takes a validated request; one that comes when the shards are gone ends at once."""
+        if self._is_over:
+            self._hand_out([RequestFailed(submission.key, Unavailable("the shards are gone"))])
+            return
         self._scheduler.add(submission)
         self._wake.set()
 
@@ -51,7 +58,7 @@ class Engine:
         return self._scheduler.load()
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises ShardLost when a shard is lost, after every request was ended."""
+        """Runs until cancelled. Raises ShardLost when a shard is lost; whatever it raises, every request was ended."""
         receiving: asyncio.Task[StepResult] | None = None
         waking: asyncio.Task[bool] | None = None
         try:
@@ -70,10 +77,11 @@ class Engine:
                     result, receiving = receiving.result(), None
                     self._take(result)
                     await asyncio.sleep(0)  # Streams write before the next step is made, even if its answer is here.
-        except ShardLost as error:
-            self._hand_out(self._scheduler.fail_all("a shard was lost"))
+        except Exception:
+            self._is_over = True
+            self._hand_out(self._scheduler.fail_all("the shards are gone"))
             self._report_load()
-            raise error
+            raise
         finally:
             for task in (receiving, waking):
                 if task is not None:
@@ -90,14 +98,18 @@ class Engine:
             self._link.send(step)
 
     async def _wait(self, *tasks: asyncio.Task[Any] | None) -> None:
-        """Waits for one of the tasks or the next deadline."""
-        if self._scheduler.is_idle:
-            self._scheduler.check_integrity()
-            self._report_load()
+        """Waits for one of the tasks or the next deadline. Once idle for a while, checks that nothing leaked."""
         deadline_s = self._scheduler.next_deadline_s
         timeout_s = None if deadline_s is None else max(0.0, deadline_s - time.monotonic())
+        is_check_due = self._scheduler.is_idle and not self._is_checked
+        if is_check_due:
+            timeout_s = IDLE_CHECK_S
+            self._report_load()
         waited = [task for task in tasks if task is not None]
-        await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait(waited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if is_check_due and not done:
+            self._scheduler.check_integrity()
+        self._is_checked = self._scheduler.is_idle and not done
 
     def _take(self, result: StepResult) -> None:
         step = self._sent.pop(result.step_id)

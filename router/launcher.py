@@ -85,9 +85,7 @@ class ShardGroup:
         self._exits.put_nowait(ShardExit(-1, self._process.wait(), ["the supervisor ended"]))
 
     def stop(self) -> None:
-        """Ends the shards and the supervisor and removes the sockets. May be called twice."""
-        if self._watch is not None:
-            self._watch.cancel()
+        """Ends the shards and the supervisor and removes the sockets. May be called again, and from any thread."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -100,9 +98,10 @@ class ShardGroup:
 
 def _order(config: RouterConfig, addresses: list[str]) -> dict[str, object]:
     rendezvous = f"127.0.0.1:{_free_port()}"
+    program = [sys.executable, "-m", "shard_server"]
+    shared = _shared_flags(config)
     commands = [
-        [sys.executable, "-m", "shard_server", "--rank", str(rank), "--listen", address, "--rendezvous", rendezvous]
-        + _shared_flags(config)
+        [*program, "--rank", str(rank), "--listen", address, "--rendezvous", rendezvous, *shared]
         for rank, address in enumerate(addresses)
     ]
     # Ranks of one machine talk over loopback, whatever the host's name resolves to.

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import bisect
 import collections
-import dataclasses
 import heapq
 import itertools
 from collections.abc import Callable
@@ -24,22 +23,15 @@ from router.messages import Event, Load, RequestFailed, SequenceDelta, Submissio
 from router.sequence import Sequence, SequenceGroup
 from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
 from router.stopping import StopChecker
+from router.tally import Tally
 
 # Blocks kept free when a sequence joins others, so that it is not preempted at their next growth.
 FREE_SHARE_AT_START = 0.01
 
+# Entries of ended requests that a heap may hold, beside as many as it has live ones.
+MAX_STALE = 64
+
 MakeDetokenizer = Callable[[bool], Detokenizer]
-
-
-@dataclasses.dataclass(slots=True)
-class Tally:
-    """What happened since the tally was last taken, for the metrics."""
-
-    num_prompt_tokens: int = 0  # of requests that began to run
-    num_generated_tokens: int = 0
-    num_preemptions: int = 0
-    first_token_latencies_s: list[float] = dataclasses.field(default_factory=list)
-    token_latencies_s: list[float] = dataclasses.field(default_factory=list)
 
 
 class Scheduler:
@@ -253,7 +245,7 @@ class Scheduler:
         assert row.sampled is not None
         group = sequence.group
         sequence.output_token_ids.append(row.sampled.token_id)
-        self._count_token(sequence, now_s)
+        self._tally.count_token(sequence, now_s)
         piece = sequence.checker.accept(row.sampled)
         if piece.text or piece.token_ids or piece.finish:
             key = group.submission.key
@@ -264,16 +256,6 @@ class Scheduler:
         if group.is_finished:
             self._end(group)
             events.append(group.done(now_s))
-
-    def _count_token(self, sequence: Sequence, now_s: float) -> None:
-        group = sequence.group
-        self._tally.num_generated_tokens += 1
-        if sequence.last_token_s is not None:
-            self._tally.token_latencies_s.append(now_s - sequence.last_token_s)
-        elif group.first_token_s is None:
-            group.first_token_s = now_s
-            self._tally.first_token_latencies_s.append(now_s - group.submission.arrival_s)
-        sequence.last_token_s = now_s
 
     # Places.
 
@@ -313,6 +295,13 @@ class Scheduler:
 
     def _end(self, group: SequenceGroup) -> None:
         del self._groups[group.submission.key]
+        # Ended requests leave their heap entries behind; they may not pile up behind others that stay for long.
+        if len(self._waiting) > 2 * self._num_waiting + MAX_STALE:
+            self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
+            heapq.heapify(self._waiting)
+        if len(self._deadlines) > 2 * len(self._groups) + MAX_STALE:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._groups]
+            heapq.heapify(self._deadlines)
 
     def check_integrity(self) -> None:
         """Asserts that slots, blocks and counts add up; cheap enough for tests and idle moments, not for each step."""

@@ -28,6 +28,9 @@ CHANNEL_OPTIONS = [
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 15_000),
     ("grpc.http2.max_pings_without_data", 0),
+    # While a shard starts its socket is not there yet; it should be found soon after it is.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
 ]
 RETRY_S = 0.1
 NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
@@ -39,6 +42,10 @@ class ShardLost(Exception):
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"shard {rank} was lost: {reason}")
         self.rank = rank
+
+
+class _BadAnswer(Exception):
+    """A shard broke the protocol."""
 
 
 class ShardLink(Protocol):
@@ -63,7 +70,18 @@ class _Sent:
     step: Step
     num_logprobs: dict[int, int]  # by slot, of the sampled rows
     num_missing: int
-    result: StepResult | None = None
+    message: shard_pb2.StepResult | None = None  # rank 0's answer
+    is_out_of_memory: bool = False  # on any rank
+
+    def unpack(self) -> StepResult:
+        """The step's result, when every rank has answered. Raises _BadAnswer."""
+        assert self.message is not None
+        if self.is_out_of_memory:
+            self.message.status = shard_pb2.STEP_STATUS_OUT_OF_MEMORY
+        try:
+            return unpack_result(self.message, self.step, self.num_logprobs)
+        except ValueError as error:
+            raise _BadAnswer(f"its answer to step {self.step.step_id} does not fit the step: {error}") from error
 
 
 class GrpcShardLink:
@@ -97,6 +115,8 @@ class GrpcShardLink:
             timeout_s: for the whole of it, loading included.
             epoch: larger than any before on these shards; by default made of the clock.
 
+        A launcher that sees a shard's process end cancels this call.
+
         Raises:
             StartupError: a shard does not answer in time, refuses us, or does not fit the others.
         """
@@ -113,7 +133,7 @@ class GrpcShardLink:
                 link_version=LINK_VERSION, epoch=epoch or time.time_ns() // 1_000_000, router_id=router_id
             )
             streams = await asyncio.gather(
-                *(_open(stub, hello, address) for stub, address in zip(stubs, addresses, strict=True))
+                *(_open(stub, hello, address, deadline_s) for stub, address in zip(stubs, addresses, strict=True))
             )
         except BaseException:
             for channel in channels:
@@ -165,21 +185,25 @@ class GrpcShardLink:
                 self._take(rank, message.result)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+        except _BadAnswer as error:
+            reason = str(error)
         self._results.put_nowait(ShardLost(rank, reason))
 
     def _take(self, rank: int, message: shard_pb2.StepResult) -> None:
         """Counts an answer; the oldest step's result is handed out when the last rank has answered it."""
-        sent = self._sent[self._num_answered[rank] - self._num_received]
-        assert message.step_id == sent.step.step_id, "a shard answers its steps in order"
+        place = self._num_answered[rank] - self._num_received
+        if place >= len(self._sent) or message.step_id != self._sent[place].step.step_id:
+            raise _BadAnswer(f"it answered step {message.step_id} out of order")
+        sent = self._sent[place]
         self._num_answered[rank] += 1
         sent.num_missing -= 1
+        sent.is_out_of_memory |= message.status == shard_pb2.STEP_STATUS_OUT_OF_MEMORY
         if rank == 0:
-            sent.result = unpack_result(message, sent.step, sent.num_logprobs)
+            sent.message = message
         if sent.num_missing == 0:  # Every rank answers in order, so this is the oldest.
             self._sent.popleft()
             self._num_received += 1
-            assert sent.result is not None
-            self._results.put_nowait(sent.result)
+            self._results.put_nowait(sent.unpack())
 
 
 async def _info(stub: Stub, address: str, deadline_s: float) -> shard_pb2.GetInfoResponse:
@@ -192,12 +216,18 @@ async def _info(stub: Stub, address: str, deadline_s: float) -> shard_pb2.GetInf
         await asyncio.sleep(RETRY_S)
 
 
-async def _open(stub: Stub, hello: shard_pb2.Hello, address: str) -> Any:  # noqa: ANN401
+async def _open(stub: Stub, hello: shard_pb2.Hello, address: str, deadline_s: float) -> Any:  # noqa: ANN401
     stream = stub.Execute()
     try:
-        await stream.write(shard_pb2.ExecuteRequest(hello=hello))
-        if await stream.read() is grpc.aio.EOF:
+        async with asyncio.timeout_at(deadline_s):  # The loop's clock is time.monotonic().
+            await stream.write(shard_pb2.ExecuteRequest(hello=hello))
+            answer = await stream.read()
+        if answer is grpc.aio.EOF:
             raise StartupError(f"the shard at {address} refused the stream: {await stream.details()}")
+    except TimeoutError as error:
+        raise StartupError(f"the shard at {address} does not answer the stream's first message in time") from error
+    except asyncio.InvalidStateError as error:  # It ended before the first message was written.
+        raise StartupError(f"the shard at {address} refused the stream: {await stream.details()}") from error
     except grpc.aio.AioRpcError as error:
         raise StartupError(f"the shard at {address} refused the stream: {error.details()}") from error
     return stream

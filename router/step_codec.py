@@ -56,7 +56,7 @@ def unpack_result(message: shard_pb2.StepResult, step: Step, num_logprobs: dict[
         sampled = _sampled_tokens(message, (num_logprobs[row.slot] for row in step.scheduled if row.is_sampled))
         rows = []
         for row, is_finite in zip(step.scheduled, message.is_finite, strict=True):
-            token = next(sampled) if row.is_sampled else None
+            token = next(sampled, None) if row.is_sampled else None
             rows.append(RowResult(bool(is_finite), token if is_finite else None))
     return StepResult(message.step_id, is_out_of_memory, rows, message.step_s, message.device_idle_s)
 

@@ -12,6 +12,7 @@ Standard output: one JSON line per event, `{"rank": r, "pid": p}` at each start 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import signal
@@ -39,7 +40,7 @@ class Shard:
         )
         os.close(writer)
         report.send({"rank": rank, "pid": self._process.pid})
-        self._thread = threading.Thread(target=self._carry, args=(open(reader, "rb", buffering=0),), daemon=True)
+        self._thread = threading.Thread(target=self._carry, args=(os.fdopen(reader, "rb", buffering=0),), daemon=True)
         self._thread.start()
 
     def _carry(self, output: BinaryIO) -> None:
@@ -63,6 +64,7 @@ class Shard:
             _write_through(b"[shard %d] %s\n" % (self.rank, line))
 
     def signal(self, number: int) -> None:
+        """Sends a signal unless the process has ended."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
@@ -80,12 +82,10 @@ class Reporter:
         self._lock = threading.Lock()
 
     def send(self, event: dict[str, object]) -> None:
-        try:
-            with self._lock:
-                self._stream.write(json.dumps(event).encode() + b"\n")
-                self._stream.flush()
-        except BrokenPipeError:
-            pass  # The router is gone; standard input ends too and stops us.
+        """Writes one line; a router that is gone is no error, since our input ends with it."""
+        with contextlib.suppress(BrokenPipeError), self._lock:
+            self._stream.write(json.dumps(event).encode() + b"\n")
+            self._stream.flush()
 
 
 def _read(output: BinaryIO) -> bytes:
@@ -96,17 +96,16 @@ def _read(output: BinaryIO) -> bytes:
 
 
 def _write_through(data: bytes) -> None:
-    try:
+    with contextlib.suppress(OSError):  # If nobody reads it any more the shards must not stall for that.
         os.write(sys.stderr.fileno(), data)
-    except OSError:
-        pass  # Nobody reads our standard error any more; the shards must not stall for that.
 
 
 def _stop(shards: list[Shard]) -> None:
     for number, grace_s in ((signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, TERM_GRACE_S)):
         for shard in shards:
             shard.signal(number)
-        if all([shard.join(grace_s) for shard in shards]):
+        have_ended = [shard.join(grace_s) for shard in shards]
+        if all(have_ended):
             return
 
 

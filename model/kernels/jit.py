@@ -1,0 +1,70 @@
+"""Triton's compiler as typed code sees it, and the one operation that its interpreter does otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+
+class Kernel(Protocol):
+    """A compiled function: `kernel[grid](...)` launches it, a call inlines it in another kernel."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., object]:
+        """The launcher for a grid of programs."""
+        ...
+
+    def __call__(self, *args: object) -> Any:  # noqa: ANN401
+        """Only within another kernel."""
+        ...
+
+
+if TYPE_CHECKING:
+
+    def jit(function: Callable[..., object]) -> Kernel:
+        """Compiles a kernel at its first launch."""
+        ...
+else:
+    jit = triton.jit
+
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+HAS_DEPENDENT_LAUNCH = tl.constexpr(
+    not IS_INTERPRETED.value and torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+)
+LAUNCH = {"launch_pdl": HAS_DEPENDENT_LAUNCH.value}
+"""Launch options of kernels that begin with `wait_for_inputs`."""
+
+
+@jit
+def wait_for_inputs() -> None:
+    """Lets this kernel be set up while the one before it still runs (programmatic dependent launch, from Hopper on).
+
+    Every program calls it before its first access to memory, so nothing is read or written too early.
+    """
+    if HAS_DEPENDENT_LAUNCH:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@jit
+def dot(left: tl.tensor, right: tl.tensor, acc: tl.tensor) -> tl.tensor:
+    """acc + left @ right, float32 exactly (no tf32); the interpreter knows no bfloat16 products."""
+    if IS_INTERPRETED:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, acc, input_precision="ieee")
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is no smaller than `number`."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def ceil_div(number: int, divisor: int) -> int:
+    """number / divisor, rounded up."""
+    return -(-number // divisor)

@@ -1,0 +1,40 @@
+"""Matrix products whose weight is stacked from a checkpoint's parts and, on a CPU, prepacked for oneDNN."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+class Linear:
+    """y = x W^T + b, with one copy of W: on a CPU in oneDNN's blocked layout, elsewhere as it comes."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        """Takes `weight [out, in]` and `bias [out]`; the caller should keep no reference to `weight`."""
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        self.is_packed = can_pack(weight)
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """`x [T, in]` gives a new `[T, out]`, plus `residual [T, out]` in the same pass."""
+        if not self.is_packed:
+            return self._plain(x, residual)
+        if residual is None:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        else:
+            out = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self.weight, self.bias, "add")
+        return out
+
+    def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if residual is None:
+            return F.linear(x, self.weight, self.bias)
+        out = torch.addmm(residual, x, self.weight.t())
+        return out if self.bias is None else out.add_(self.bias)
+
+
+def can_pack(weight: torch.Tensor) -> bool:
+    """Whether oneDNN multiplies with this weight here: on a CPU, in a type that the processor has instructions for."""
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return False
+    return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -1,0 +1,1 @@
+"""The public services, one file each, and what their calls share."""

@@ -1,0 +1,100 @@
+"""The parts of a serving router, put together once the shards are there."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+
+import grpc
+
+from router.admission import Admission
+from router.api.calls import Calls
+from router.api.chat import ChatCalls
+from router.api.encoding import EncodingPool
+from router.api.generation import GenerationService
+from router.api.model import ModelService
+from router.api.requests import Requests
+from router.chat import ChatTemplates
+from router.config import RouterConfig
+from router.engine import Engine
+from router.engine_client import EngineClient
+from router.metrics import Metrics
+from router.model_folder import ModelFacts
+from router.readiness import Readiness
+from router.request import Limits
+from router.shard_client import GrpcShardLink
+from router.step import ShardInfo
+from router.tokenizer import Tokenizer
+
+MAX_MESSAGE_BYTES = 32 * 2**20  # of a public call, either way
+CONNECT_TIMEOUT_S = 3600.0  # Large checkpoints load for minutes; a shard that ends meanwhile ends the wait.
+
+
+class Application:
+    """Engine, services and the threads that encode prompts."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        facts: ModelFacts,
+        tokenizer: Tokenizer,
+        templates: ChatTemplates,
+        link: GrpcShardLink,
+        readiness: Readiness,
+        metrics: Metrics,
+    ) -> None:
+        self._link = link
+        self._metrics = metrics
+        self._pool = EncodingPool()
+        client = EngineClient()
+        self._engine = Engine(link, tokenizer.detokenizer, metrics, client.deliver, config.run_ahead)
+        client.attach(self._engine)
+        limits = _limits(config, facts, tokenizer, link.info)
+        admission = Admission(link.info.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens)
+        requests = Requests(limits, client, admission, readiness, metrics, config.default_deadline)
+        chat = ChatCalls(requests, templates, self._pool)
+        self._generation = GenerationService(requests, tokenizer, self._pool, chat)
+        self._model = ModelService(facts, link.info, limits, templates.names, client, readiness)
+        for rank in range(link.info.world_size):
+            metrics.shard_up(rank, True)
+
+    def handlers(self, calls: Calls) -> list[grpc.GenericRpcHandler]:
+        """The public services, for the server."""
+        return [self._generation.handlers(calls), self._model.handlers(calls)]
+
+    async def run(self) -> None:
+        """Runs the engine until cancelled. Raises ShardLost when a shard is lost."""
+        await self._engine.run()
+
+    async def close(self) -> None:
+        """Ends the link and the threads."""
+        self._pool.close()
+        await self._link.close()
+
+
+async def open_application(
+    config: RouterConfig,
+    facts: ModelFacts,
+    tokenizer: Tokenizer,
+    templates: ChatTemplates,
+    addresses: Sequence[str],
+    readiness: Readiness,
+    metrics: Metrics,
+) -> Application:
+    """Waits for the shards and puts the parts together. Raises StartupError if the shards cannot be used."""
+    link = await GrpcShardLink.connect(addresses, router_id=uuid.uuid4().hex, timeout_s=CONNECT_TIMEOUT_S)
+    return Application(config, facts, tokenizer, templates, link, readiness, metrics)
+
+
+def _limits(config: RouterConfig, facts: ModelFacts, tokenizer: Tokenizer, info: ShardInfo) -> Limits:
+    return Limits(
+        model_name=config.model_name,
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        max_kv_tokens=(info.num_blocks - 1) * info.block_size,
+        max_num_seqs=info.max_num_seqs,
+        max_message_bytes=MAX_MESSAGE_BYTES,
+        longest_token_bytes=tokenizer.longest_token_bytes,
+        eos_token_ids=tokenizer.eos_token_ids,
+        default_temperature=facts.default_temperature,
+    )
