@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 import tempfile
 import time
@@ -159,6 +160,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Runs, prints the page, and keeps it unless --quick."""
     flags = make_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # So that the server is stopped too.
     step_rows = () if flags.no_router_steps else STEP_ROWS
     result = run(flags.dtype, flags.workloads, 1 if flags.quick else max(1, flags.rounds), step_rows)
     page = render_page(result)

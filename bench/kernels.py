@@ -29,6 +29,7 @@ from model.attention import Seqlen
 from model.attention.flash import load_flash_attn
 from model.attention.triton import SplitDecode
 from model.kernels.decode_attention import SplitWorkspace, decode_attention, num_decode_splits
+from model.kernels.jit import LAUNCH
 from model.kernels.sampling import Samples
 
 BF16 = torch.bfloat16
@@ -367,17 +368,18 @@ def one_prefill(
 
         tried(f"{case} {variant}", action)
 
-    def ours(m: int, n: int, warps: int, stages: int, is_descriptor: bool) -> None:
+    def ours(m: int, n: int, warps: int, stages: int, is_descriptor: bool, registers: int | None) -> None:
         kernels.prefill_attention(
             query, cache.k, cache.v, tables, borders, seqlen.context_lengths, new, window, out, m, n, warps, stages,
-            is_descriptor,
+            is_descriptor, registers,
         )  # fmt: skip
 
     for config in (
-        (128, 64, 8, 3, False), (128, 128, 8, 2, False), (64, 64, 4, 3, False),
-        (128, 64, 8, 3, True), (128, 128, 8, 2, True), (64, 64, 4, 3, True), (256, 64, 16, 3, True),
+        (128, 64, 8, 3, False, None), (128, 128, 8, 2, False, None),
+        (128, 64, 8, 3, True, None), (128, 128, 8, 2, True, None), (128, 64, 8, 3, True, 128),
+        (128, 64, 8, 2, True, 128), (64, 64, 4, 3, True, 160),
     ):  # fmt: skip
-        name = "triton {}x{} w{} s{}".format(*config[:4]) + (" tma" if config[4] else "")
+        name = "triton {}x{} w{} s{}".format(*config[:4]) + (" tma" if config[4] else "") + f" r{config[5] or 255}"
         measure(name, partial(ours, *config))
 
     def gather() -> None:
@@ -454,11 +456,14 @@ def one_product(report: Report, num_rows: int, weights: list[torch.Tensor], has_
     num_bytes = 2.0 * (columns * depth + num_rows * (columns + depth))
     unit, amount = ("TB/s", num_bytes) if num_rows <= 64 else ("TFLOP/s", 2.0 * num_rows * columns * depth)
 
+    kept = residual.clone()
+
     def measure(variant: str, call: Callable[[torch.Tensor], object]) -> None:
         def action() -> None:
             out.fill_(float("nan"))
+            residual.copy_(kept)
             call(weights[0])
-            error = distance(out[:, -512:], expected) if not out.isnan().any() else float("nan")
+            error = distance(out[:, -512:], expected) if not out.isnan().any() else None  # None: not written to out
             seconds = replay_s(lambda number: call(weights[number % len(weights)]), inner=8, tries=7)
             report.add("product", case, variant, seconds, amount, unit, error)
 
@@ -468,6 +473,7 @@ def one_product(report: Report, num_rows: int, weights: list[torch.Tensor], has_
         tried(library, partial(torch.backends.cuda.preferred_blas_library, library))
         if has_residual:
             measure(f"{library} addmm", lambda w: torch.addmm(residual, x, w.t(), out=out))
+            measure(f"{library} addmm_ in place", lambda w: residual.addmm_(x, w.t()))
         else:
             measure(f"{library} mm", lambda w: torch.mm(x, w.t(), out=out))
     torch.backends.cuda.preferred_blas_library("cublas")
@@ -548,6 +554,111 @@ def gumbel(seeds: torch.Tensor, positions: torch.Tensor, size: int) -> torch.Ten
     return -torch.log(-torch.log(uniform.double()))
 
 
+class Step:
+    """Buffers and random weights of a whole decode step on the 8b geometry, context 256, one block a sequence."""
+
+    NUM_LAYERS = 32
+    CONTEXT = 256
+
+    def __init__(self) -> None:
+        """16 GB of weights, 9 GB of cache."""
+        g = self.geometry = GEOMETRIES[0]
+        joined = g.hidden + g.intermediate
+        self.into = [normal(g.qkv + 2 * g.intermediate, g.hidden).mul_(0.02) for _ in range(self.NUM_LAYERS)]
+        self.back = [normal(g.hidden, joined).mul_(0.02) for _ in range(self.NUM_LAYERS)]
+        self.head = normal(VOCABULARY, g.hidden).mul_(0.02)
+        self.weight = normal(g.hidden)
+        self.cache = Cache(256 * self.NUM_LAYERS + 1)
+        self.cos_sin = torch.randn(self.CONTEXT, HEAD_DIM, device="cuda")
+        self.decode = SplitDecode()
+        self.space = (
+            torch.empty(4 * 64 * g.hidden, device="cuda"),
+            torch.zeros(4096, dtype=torch.int32, device="cuda"),
+        )
+
+    def prepare(self, num_rows: int) -> None:
+        """Buffers for one batch size."""
+        g = self.geometry
+        self.x = normal(num_rows, g.hidden)
+        self.normed = normal(num_rows, g.hidden)
+        self.projected = normal(num_rows, g.qkv + 2 * g.intermediate)
+        self.joined = normal(num_rows, g.hidden + g.intermediate)
+        self.logits = normal(num_rows, VOCABULARY)
+        blocks = torch.arange(1, 256 * self.NUM_LAYERS + 1, dtype=torch.int32, device="cuda")
+        self.tables = blocks.view(self.NUM_LAYERS, 256, 1)[:, :num_rows]
+        self.seqlen = seqlen_of(num_rows, self.CONTEXT - 1, 1)
+        self.positions = torch.full((num_rows,), self.CONTEXT - 1, device="cuda")
+        self.slots = [table[:, 0].long() * BLOCK_SIZE + self.CONTEXT - 1 for table in self.tables]
+        self.samples = Samples.create(num_rows, False, "cuda")
+        self.heat = torch.zeros(num_rows, device="cuda")
+
+    def product(self, is_ours: bool, x: torch.Tensor, w: torch.Tensor, out: torch.Tensor, is_added: bool) -> None:
+        """out = x w^T, added to what is there if so wished: torch would copy a residual that is not its output."""
+        if is_ours:
+            kernels.few_rows_linear(x, w, out, out if is_added else None, self.space, 4 if is_added else 1)
+        elif is_added:
+            out.addmm_(x, w.t())
+        else:
+            torch.mm(x, w.t(), out=out)
+
+    def attend(self, is_flash: bool, layer: int) -> None:
+        """Attention of one layer, written into the output product's input."""
+        g, rows = self.geometry, len(self.positions)
+        query, out, tables = self.projected[:, : g.hidden], self.joined[:, : g.hidden], self.tables[layer]
+        if not is_flash:
+            self.decode.forward(query, self.cache.k, self.cache.v, tables, self.seqlen, None, out)
+            return
+        q, o = (x.view(rows, g.kv_heads, -1, HEAD_DIM).transpose(1, 2) for x in (query, out))
+        lengths = self.seqlen.context_lengths
+        flash_attn().fwd_kvcache(
+            q, self.cache.k, self.cache.v, None, None, lengths, None, None, None, None, tables, None, o,
+            HEAD_DIM**-0.5, False, -1, -1, 0.0, True, 0,
+        )  # fmt: skip
+
+    def run(self, is_flash: bool, is_ours: bool) -> None:
+        """One step: six kernels a layer, seven where flash-attn splits."""
+        g = self.geometry
+        for layer in range(self.NUM_LAYERS):
+            kernels.layer_norm(self.x, self.weight, 1e-5, self.normed)
+            self.product(is_ours, self.normed, self.into[layer], self.projected, False)
+            qkv = self.projected[:, : g.qkv]
+            k, v = self.cache.k, self.cache.v
+            kernels.rotary_and_cache(qkv, self.positions, self.cos_sin, self.slots[layer], k, v, g.heads)
+            self.attend(is_flash, layer)
+            kernels.silu_and_mul(self.projected[:, g.qkv :], self.joined[:, g.hidden :])
+            self.product(is_ours, self.joined, self.back[layer], self.x, True)
+        kernels.layer_norm(self.x, self.weight, 1e-5, self.normed)
+        torch.mm(self.normed, self.head.t(), out=self.logits)
+        kernels.sample(self.logits, self.heat, self.positions, self.positions, self.samples)
+
+
+def step(report: Report) -> None:
+    """A whole decode step in one CUDA graph, by parts of which it can be made."""
+    whole = Step()
+    for num_rows in (1, 8, 64, 256):
+        whole.prepare(num_rows)
+        for is_flash in (False, True):
+            for is_ours in (False, True) if num_rows <= 8 else (False,):
+                for is_dependent in (True, False):
+                    name = ("flash" if is_flash else "triton") + (" own products" if is_ours else " cublas")
+                    name += " dependent" if is_dependent else ""
+                    tried(
+                        f"step {num_rows} {name}",
+                        partial(one_step, report, whole, is_flash, is_ours, is_dependent, name),
+                    )
+
+
+def one_step(report: Report, whole: Step, is_flash: bool, is_ours: bool, is_dependent: bool, name: str) -> None:
+    """Times one composition."""
+    num_rows = len(whole.positions)
+    LAUNCH["launch_pdl"] = is_dependent
+    try:
+        seconds = replay_s(lambda _: whole.run(is_flash, is_ours), inner=1, tries=15)
+    finally:
+        LAUNCH["launch_pdl"] = True
+    report.add("step", f"8b rows={num_rows}", name, seconds, num_rows, "row/s", None)
+
+
 SECTIONS: dict[str, Callable[[Report], None]] = {
     "machine": machine,
     "layers": layers,
@@ -555,6 +666,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "prefill": prefill,
     "sampling": sampling,
     "products": products,
+    "step": step,
 }
 
 

@@ -17,7 +17,11 @@ class Linear:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-        """`x [T, in]` gives a new `[T, out]`, plus `residual [T, out]` in the same pass."""
+        """`x [T, in]` gives a new `[T, out]`, plus `residual [T, out]` in the same pass.
+
+        On a CUDA device the sum is made in `residual` itself, which is returned: a product that adds to a new matrix
+        has to copy it first.
+        """
         if not self.is_packed:
             return self._plain(x, residual)
         if residual is None:
@@ -29,7 +33,8 @@ class Linear:
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         if residual is None:
             return F.linear(x, self.weight, self.bias)
-        out = torch.addmm(residual, x, self.weight.t())
+        add = residual.addmm_ if residual.is_cuda else residual.addmm
+        out: torch.Tensor = add(x, self.weight.t())
         return out if self.bias is None else out.add_(self.bias)
 
 

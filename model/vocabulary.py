@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 
@@ -73,6 +75,23 @@ class VocabularyHead:
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`[R, hidden]` gives float32 `[R, size]`, times logit_scale, -inf in the padding columns."""
-        logits = self.projection.forward(hidden_states).float().mul_(self.logit_scale)
-        logits[:, self.slice.num_real :] = -torch.inf
+        if hidden_states.is_cuda:
+            logits = self._multiply_on_cuda(hidden_states)
+        else:
+            logits = self.projection.forward(hidden_states).float().mul_(self.logit_scale)
+        if self.slice.num_real < self.slice.size:
+            logits[:, self.slice.num_real :] = -torch.inf
         return logits
+
+    def _multiply_on_cuda(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The product written in float32 at once: the logits are the largest tensor of a decode step by far."""
+        # A power of two may as well scale the few hidden states: no bit of the product changes.
+        is_exact = math.frexp(self.logit_scale)[0] == 0.5
+        if is_exact:
+            hidden_states = hidden_states * self.logit_scale
+        weight = self.projection.weight.t()
+        if hidden_states.dtype == torch.float32:
+            logits = torch.mm(hidden_states, weight)
+        else:
+            logits = torch.mm(hidden_states, weight, out_dtype=torch.float32)
+        return logits if is_exact else logits.mul_(self.logit_scale)

@@ -11,12 +11,14 @@ import datetime
 import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from router.errors import FailedPrecondition, InvalidArgument, StartupError
@@ -24,6 +26,7 @@ from router.model_folder import read_json
 from router.tokenizer import Tokenizer
 
 DEFAULT = "default"
+MAX_CHARACTERS = 32 * 2**20  # of a rendered prompt, if the caller gives no smaller bound
 # Two characters of a private-use plane; text that has them already is told apart by the numbering.
 MARK_OPEN, MARK_CLOSE = "\U000ffff0", "\U000ffff1"
 
@@ -63,11 +66,12 @@ class ChatTemplates:
         """The templates' names, sorted."""
         return sorted(self._templates)
 
-    def render(self, messages: Sequence[ChatMessage], name: str = "") -> str:
+    def render(self, messages: Sequence[ChatMessage], name: str = "", max_characters: int = MAX_CHARACTERS) -> str:
         """The prompt as text, ready for the model's turn.
 
         Raises:
-            InvalidArgument: there is no template of that name, or it refuses the messages.
+            InvalidArgument: there is no template of that name, it refuses the messages, or it makes more of them than
+                `max_characters`; rendering ends as soon as that shows.
             FailedPrecondition: the checkpoint has no template at all.
         """
         name = name or DEFAULT
@@ -83,17 +87,22 @@ class ChatTemplates:
             "documents": None,
         }
         try:
-            return self._templates[name].render(values)
+            return _join(self._templates[name].generate(values), max_characters)
+        except InvalidArgument:
+            raise
         except Exception as error:  # A template is a program; with these messages it failed.
             raise InvalidArgument("messages", f"the chat template refuses them: {error}") from error
 
-    def encode(self, messages: Sequence[ChatMessage], name: str = "") -> list[int]:
+    def encode(
+        self, messages: Sequence[ChatMessage], name: str = "", max_characters: int = MAX_CHARACTERS
+    ) -> list[int]:
         """The prompt's ids. Raises as `render` does."""
-        if not any(self._special.search(message.content) for message in messages):
-            return self._tokenizer.encode(self.render(messages, name), add_special_tokens=False)
+        is_harmless = not any(self._special.search(message.content) for message in messages)
+        if is_harmless and not self._tokenizer.matches_normalized:
+            return self._tokenizer.encode(self.render(messages, name, max_characters), add_special_tokens=False)
         hidden: list[str] = []
         guarded = [dataclasses.replace(message, content=self._hide(message.content, hidden)) for message in messages]
-        return self._encode_guarded(self.render(guarded, name), hidden)
+        return self._encode_guarded(self.render(guarded, name, max_characters), hidden)
 
     def _hide(self, content: str, hidden: list[str]) -> str:
         def mark(match: re.Match[str]) -> str:
@@ -122,10 +131,31 @@ class ChatTemplates:
         return re.sub(f"{MARK_OPEN}([0-9]+){MARK_CLOSE}", lambda match: hidden[int(match[1])], run)
 
 
+class GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}`, by which templates mark the assistant's text for training; the text stands as it is."""
+
+    tags: ClassVar[set[str]] = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        """The statements between the tag and `endgeneration`."""
+        parser.stream.skip(1)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _join(parts: Iterable[str], max_characters: int) -> str:
+    found, length = [], 0
+    for part in parts:
+        found.append(part)
+        length += len(part)
+        if length > max_characters:
+            raise InvalidArgument("messages", f"the chat template makes more than {max_characters} characters of them")
+    return "".join(found)
+
+
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     """What templates may rely on: the settings and helpers that transformers gives them."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, GenerationTag]
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -152,13 +182,30 @@ def _read_sources(folder: Path) -> dict[str, str]:
     alone = read_json(folder / "chat_template.json") or {}
     sources: dict[str, str] = {}
     for value in (settings.get("chat_template"), alone.get("chat_template")):
-        if isinstance(value, str):
-            sources[DEFAULT] = value
-        elif isinstance(value, list):
-            sources |= {str(entry["name"]): str(entry["template"]) for entry in value}
+        sources |= _named(value, folder)
     if (path := folder / "chat_template.jinja").exists():
-        sources[DEFAULT] = path.read_text(encoding="utf-8")
+        sources[DEFAULT] = _read_text(path)
     for folder_name in ("chat_templates", "additional_chat_templates"):
         for path in sorted((folder / folder_name).glob("*.jinja")):
-            sources[path.stem] = path.read_text(encoding="utf-8")
+            sources[path.stem] = _read_text(path)
     return sources
+
+
+def _named(value: object, folder: Path) -> dict[str, str]:
+    """A chat_template field as checkpoints have it: one text, a list of named ones, null or missing."""
+    if value is None:
+        return {}
+    if isinstance(value, str):
+        return {DEFAULT: value}
+    try:
+        return {str(entry["name"]): str(entry["template"]) for entry in value}  # type: ignore[attr-defined]
+    except (TypeError, KeyError) as error:
+        wanted = "a text or a list of objects with name and template"
+        raise StartupError(f"{folder}: chat_template in a configuration file has to be {wanted}") from error
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise StartupError(f"cannot read the chat template {path}: {error}") from error

@@ -52,6 +52,13 @@ class RouterConfig:
     )
     num_blocks_override: int = _flag(0, "KV blocks per shard; 0: as many as the memory allows", minimum=0)
     kv_cache_memory_bytes: int = _flag(0, "memory for the KV blocks of one shard; 0: chosen by the shard", minimum=0)
+    gpu_memory_utilization: float = _flag(
+        0.9, "share of a GPU's memory to use, weights included", minimum=0.01, maximum=1
+    )
+    enforce_eager: bool = _flag(False, "launch every step kernel by kernel, without CUDA graphs")
+    cuda_graph_sizes: tuple[str, ...] = _flag(
+        (), "batch sizes to capture as CUDA graphs, with commas; empty: a ladder up to max-num-seqs"
+    )
     attention_backend: str = _flag("auto", "attention kernels", choices=("auto", "torch", "triton", "flash"))
     load_format: str = _flag("auto", "dummy: random weights, to try out geometry", choices=("auto", "dummy"))
     run_ahead: int = _flag(1, "steps sent to the shards before the last one's answer", minimum=0, maximum=8)

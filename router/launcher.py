@@ -119,12 +119,15 @@ def _shared_flags(config: RouterConfig) -> list[str]:
         "max-num-batched-tokens": config.max_num_batched_tokens,
         "num-blocks-override": config.num_blocks_override,
         "kv-cache-memory-bytes": config.kv_cache_memory_bytes,
+        "gpu-memory-utilization": config.gpu_memory_utilization,
+        "cuda-graph-sizes": ",".join(config.cuda_graph_sizes),
         "attention-backend": config.attention_backend,
         "load-format": config.load_format,
         "log-level": config.log_level,
         "log-format": config.log_format,
     }
-    return [text for name, value in values.items() for text in (f"--{name}", str(value))] + ["--exit-with-parent"]
+    switches = ["--exit-with-parent", *(["--enforce-eager"] if config.enforce_eager else [])]
+    return [text for name, value in values.items() for text in (f"--{name}", str(value))] + switches
 
 
 def _free_port() -> int:

@@ -1,6 +1,6 @@
 """Who computes what in the next step, and what a step's answer means for whom.
 
-Waiting sequences stand in a heap, running ones (those that hold a slot) in a list, both in order of priority, then
+Waiting sequences stand in a queue, running ones (those that hold a slot) in a list, both in order of priority, then
 arrival. Each step, running rows that generate take one token of the budget each; then running prompts, then waiting
 ones, fill the rest in chunks. A sequence gets the blocks of all its known tokens when it starts, and one more whenever
 it grows into it; when none is free the last running sequence is preempted: it gives up slot and blocks and waits, with
@@ -24,12 +24,10 @@ from router.sequence import Sequence, SequenceGroup
 from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
 from router.stopping import StopChecker
 from router.tally import Tally
+from router.waiting import MAX_STALE, WaitingQueue
 
 # Blocks kept free when a sequence joins others, so that it is not preempted at their next growth.
 FREE_SHARE_AT_START = 0.01
-
-# Entries of ended requests that a heap may hold, beside as many as it has live ones.
-MAX_STALE = 64
 
 MakeDetokenizer = Callable[[bool], Detokenizer]
 
@@ -44,14 +42,13 @@ class Scheduler:
         self._blocks = BlockManager(info.num_blocks, info.block_size)
         self._reserve = int(info.num_blocks * FREE_SHARE_AT_START)
         self._groups: dict[int, SequenceGroup] = {}
-        self._waiting: list[tuple[tuple[int, float, int, int], Sequence]] = []
+        self._waiting = WaitingQueue()
         self._running: list[Sequence] = []
         self._free_slots = list(range(info.max_num_seqs - 1, -1, -1))
         self._closed_slots: list[int] = []
         self._deadlines: list[tuple[float, int]] = []
         self._unanswered: collections.deque[tuple[Step, list[Sequence]]] = collections.deque()
         self._last_step_id = 0
-        self._num_waiting = 0
         self._tally = Tally()
 
     @property
@@ -76,7 +73,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy we are."""
-        return Load(len(self._running), self._num_waiting, self._blocks.usage)
+        return Load(len(self._running), len(self._waiting), self._blocks.usage)
 
     def take_tally(self) -> Tally:
         """What happened since the last call."""
@@ -94,7 +91,7 @@ class Scheduler:
             detokenizer = self._make_detokenizer(submission.output.skip_special_tokens)
             member = Sequence(group, index, StopChecker(submission.stopping, detokenizer))
             group.members.append(member)
-            self._wait(member)
+            self._waiting.push(member)
         if submission.deadline_s is not None:
             heapq.heappush(self._deadlines, (submission.deadline_s, submission.key))
 
@@ -176,11 +173,7 @@ class Scheduler:
         return budget
 
     def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
-        while budget and self._waiting and self._free_slots:
-            sequence = self._waiting[0][1]
-            if sequence.is_finished:
-                heapq.heappop(self._waiting)
-                continue
+        while budget and self._free_slots and (sequence := self._waiting.head()) is not None:
             if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
                 break
             needed = self._blocks.blocks_for(sequence.num_tokens)
@@ -189,8 +182,7 @@ class Scheduler:
             new_blocks = self._blocks.allocate(needed)
             if new_blocks is None:
                 break
-            heapq.heappop(self._waiting)
-            self._num_waiting -= 1
+            self._waiting.pop()
             self._open(step, sequence, new_blocks, now_s)
             chunk = min(sequence.num_tokens, budget)
             self._compute(step, rows, sequence, chunk, tuple(new_blocks))
@@ -259,15 +251,11 @@ class Scheduler:
 
     # Places.
 
-    def _wait(self, sequence: Sequence) -> None:
-        heapq.heappush(self._waiting, (sequence.order, sequence))
-        self._num_waiting += 1
-
     def _preempt(self, sequence: Sequence) -> None:
         self._give_up_place(sequence)
         sequence.num_computed_tokens = sequence.num_shard_tokens = 0
         self._tally.num_preemptions += 1
-        self._wait(sequence)
+        self._waiting.push(sequence)
 
     def _give_up_place(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -285,7 +273,7 @@ class Scheduler:
         if sequence.slot is not None:
             self._give_up_place(sequence)
         else:
-            self._num_waiting -= 1  # Its heap entry is dropped when it comes up.
+            self._waiting.leave()
 
     def _fail(self, group: SequenceGroup, error: RequestError) -> list[Event]:
         for member in group.members:
@@ -295,10 +283,7 @@ class Scheduler:
 
     def _end(self, group: SequenceGroup) -> None:
         del self._groups[group.submission.key]
-        # Ended requests leave their heap entries behind; they may not pile up behind others that stay for long.
-        if len(self._waiting) > 2 * self._num_waiting + MAX_STALE:
-            self._waiting = [entry for entry in self._waiting if not entry[1].is_finished]
-            heapq.heapify(self._waiting)
+        # Deadlines of ended requests may not pile up until they pass.
         if len(self._deadlines) > 2 * len(self._groups) + MAX_STALE:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._groups]
             heapq.heapify(self._deadlines)
@@ -313,8 +298,7 @@ class Scheduler:
         assert sorted(slots) == list(range(self._info.max_num_seqs)), "a slot is lost or has two owners"
         self._blocks.check_integrity([member.block_table for member in placed])
         waiting = [member for member in members if member.slot is None and not member.is_finished]
-        assert len(waiting) == self._num_waiting, "a waiting sequence is lost"
-        assert {id(member) for member in waiting} <= {id(entry[1]) for entry in self._waiting}
+        self._waiting.check_integrity(waiting)
         assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
         assert all(not group.is_finished for group in self._groups.values()), "a finished request is kept"
 

@@ -33,6 +33,7 @@ CHANNEL_OPTIONS = [
     ("grpc.max_reconnect_backoff_ms", 500),
 ]
 RETRY_S = 0.1
+STATUS_S = 0.05
 NOT_YET = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
@@ -45,7 +46,11 @@ class ShardLost(Exception):
 
 
 class _BadAnswer(Exception):
-    """A shard broke the protocol."""
+    """The shard `rank` broke the protocol."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(reason)
+        self.rank = rank
 
 
 class ShardLink(Protocol):
@@ -81,7 +86,7 @@ class _Sent:
         try:
             return unpack_result(self.message, self.step, self.num_logprobs)
         except ValueError as error:
-            raise _BadAnswer(f"its answer to step {self.step.step_id} does not fit the step: {error}") from error
+            raise _BadAnswer(0, f"its answer to step {self.step.step_id} does not fit the step: {error}") from error
 
 
 class GrpcShardLink:
@@ -183,17 +188,19 @@ class GrpcShardLink:
         try:
             while (message := await stream.read()) is not grpc.aio.EOF:
                 self._take(rank, message.result)
-        except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
+        except grpc.aio.AioRpcError:
+            # A write that the break interrupts first sets a status of grpc's own; the shard's replaces it soon after.
+            await asyncio.sleep(STATUS_S)
+            reason = f"{(await stream.code()).name}: {await stream.details()}"
         except _BadAnswer as error:
-            reason = str(error)
+            rank, reason = error.rank, str(error)
         self._results.put_nowait(ShardLost(rank, reason))
 
     def _take(self, rank: int, message: shard_pb2.StepResult) -> None:
         """Counts an answer; the oldest step's result is handed out when the last rank has answered it."""
         place = self._num_answered[rank] - self._num_received
         if place >= len(self._sent) or message.step_id != self._sent[place].step.step_id:
-            raise _BadAnswer(f"it answered step {message.step_id} out of order")
+            raise _BadAnswer(rank, f"it answered step {message.step_id} out of order")
         sent = self._sent[place]
         self._num_answered[rank] += 1
         sent.num_missing -= 1

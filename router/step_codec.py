@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from array import array
-from collections.abc import Iterable, Iterator
 
 from cohort.shard.v1 import shard_pb2
 
@@ -48,36 +48,39 @@ def _pack_opened(step: Step, message: shard_pb2.OpenedRows) -> None:
 
 
 def unpack_result(message: shard_pb2.StepResult, step: Step, num_logprobs: dict[int, int]) -> StepResult:
-    """Rank 0's answer to `step`. `num_logprobs` is by slot, as it was when the step was sent."""
+    """Rank 0's answer to `step`. `num_logprobs` is by slot, as it was when the step was sent.
+
+    Raises ValueError if the answer's columns do not have the lengths that the step asks for.
+    """
     is_out_of_memory = message.status == shard_pb2.STEP_STATUS_OUT_OF_MEMORY
     if is_out_of_memory:
         rows = [RowResult(True, None) for _ in step.scheduled]
     else:
-        sampled = _sampled_tokens(message, (num_logprobs[row.slot] for row in step.scheduled if row.is_sampled))
+        sampled = iter(_sampled_tokens(message, [num_logprobs[row.slot] for row in step.scheduled if row.is_sampled]))
         rows = []
         for row, is_finite in zip(step.scheduled, message.is_finite, strict=True):
-            token = next(sampled, None) if row.is_sampled else None
+            token = next(sampled) if row.is_sampled else None
             rows.append(RowResult(bool(is_finite), token if is_finite else None))
     return StepResult(message.step_id, is_out_of_memory, rows, message.step_s, message.device_idle_s)
 
 
-def _sampled_tokens(message: shard_pb2.StepResult, num_logprobs: Iterable[int]) -> Iterator[SampledToken]:
-    token_ids = iter(_integers(message.token_ids))
-    if not message.logprobs:
-        for token_id, _ in zip(token_ids, num_logprobs, strict=True):
-            yield SampledToken(token_id)
-        return
-    logprobs = iter(_floats(message.logprobs))
+def _sampled_tokens(message: shard_pb2.StepResult, num_logprobs: list[int]) -> list[SampledToken]:
+    """One per sampled row; a row that is not finite has a token too, which means nothing."""
+    token_ids = _integers(message.token_ids)
+    if len(token_ids) != len(num_logprobs):
+        raise ValueError(f"{len(token_ids)} tokens for {len(num_logprobs)} sampled rows")
+    logprobs = _floats(message.logprobs)
     top_ids, top_logprobs = _integers(message.top_token_ids), _floats(message.top_logprobs)
-    start = 0
-    for token_id, count in zip(token_ids, num_logprobs, strict=True):
-        if count < 0:
-            yield SampledToken(token_id)
-            continue
-        end = start + count
-        top = tuple(zip(top_ids[start:end], top_logprobs[start:end], strict=True))
-        yield SampledToken(token_id, next(logprobs), top)
-        start = end
+    asked = [count for count in num_logprobs if count >= 0]
+    if len(logprobs) != len(asked) or not len(top_ids) == len(top_logprobs) == sum(asked):
+        raise ValueError("the log-probability columns have other lengths than the rows asked for")
+    if not asked:
+        return [SampledToken(token_id) for token_id in token_ids]
+    own, top = iter(logprobs), iter(zip(top_ids, top_logprobs, strict=True))
+    return [
+        SampledToken(token_id) if count < 0 else SampledToken(token_id, next(own), tuple(itertools.islice(top, count)))
+        for token_id, count in zip(token_ids, num_logprobs, strict=True)
+    ]
 
 
 def _column(kind: str, values: list[int] | list[float]) -> bytes:

@@ -3,7 +3,8 @@
 Text that might be the beginning of a stop string is held back, with its tokens, until it can no longer become one; then
 it is let go, at the latest at the end. At a match everything is cut at one place, the start of the stop string (with
 include_stop_in_output: its end). A token is kept if its text begins before the cut; one that spans the cut keeps its id
-and log-probability while its text is cut short, and one without text is kept if nothing was held back when it came.
+and log-probability while its text is cut short. A token without text yet, as the first bytes of a character have none,
+waits for its character if a stop string could begin with that, and else goes at once.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class StopChecker:
         self._held_text = ""
         # Tokens not let go, each with the place in the held text where its own text begins.
         self._held: list[tuple[int, SampledToken]] = []
+        self._waits_for_text = any(not stop[0].isascii() for stop in stopping.stop)
         self.num_generated = 0
 
     def accept(self, token: SampledToken) -> Piece:
@@ -96,13 +98,18 @@ class StopChecker:
         return 0
 
     def _let_go(self, length: int, finish: Finish | None = None) -> Piece:
-        """The first `length` characters and the tokens whose text begins in them; all tokens if nothing is held."""
-        is_all = length == len(self._held_text)
+        """The first `length` characters and the tokens whose text begins in them; all tokens at the end, and where
+        nothing is held and none of them awaits its text."""
+        is_all = finish is not None or (length == len(self._held_text) and not self._is_within_character())
         tokens = [token for place, token in self._held if is_all or place < length]
         piece = Piece(self._held_text[:length], [token.token_id for token in tokens], _logprobs(tokens), finish)
         self._held_text = self._held_text[length:]
         self._held = [(place - length, token) for place, token in self._held[len(tokens) :]]
         return piece
+
+    def _is_within_character(self) -> bool:
+        """Whether the newest token is without text, and its character might begin a stop string."""
+        return self._waits_for_text and bool(self._held) and self._held[-1][0] == len(self._held_text)
 
 
 def _logprobs(tokens: list[SampledToken]) -> list[TokenLogprob]:

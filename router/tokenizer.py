@@ -17,6 +17,7 @@ from router.model_folder import read_json
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_VOCAB_SIZE = 256000  # of transformers' Cohere configurations, where config.json has none
 SPECIAL_TOKEN_KEYS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
 
 
@@ -33,13 +34,21 @@ class Tokenizer:
     """Thread-safe; encoding runs in a pool of threads."""
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: dict[str, Any], vocab_size: int) -> None:
-        """`backend` from tokenizer.json, `settings` from tokenizer_config.json, `vocab_size` from config.json."""
+        """`backend` from tokenizer.json, `settings` from tokenizer_config.json, `vocab_size` from config.json.
+
+        Raises StartupError if a special token of `settings` is neither a text nor described by one.
+        """
+        # Settings of a training run that some files carry; they would cut prompts short without a word.
+        backend.no_truncation()
+        backend.no_padding()
         self._backend = backend
         self._vocab_size = vocab_size
         data = json.loads(backend.to_str())
         self.added_tokens = [AddedToken(t["id"], t["content"], t["special"]) for t in data.get("added_tokens") or []]
         self._plain = _without_added_tokens(data)
-        self.special_tokens = {key: _token_text(settings[key]) for key in SPECIAL_TOKEN_KEYS if settings.get(key)}
+        # Then text that is no added token can become one inside the library.
+        self.matches_normalized = bool(data.get("normalizer")) and any(t["normalized"] for t in data["added_tokens"])
+        self.special_tokens = {key: _token_text(key, settings[key]) for key in SPECIAL_TOKEN_KEYS if settings.get(key)}
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_ids: frozenset[int] = frozenset()
         self._token_bytes = {skip: self._bytes_of_tokens(skip) for skip in (False, True)}
@@ -60,15 +69,17 @@ class Tokenizer:
             raise StartupError(f"{path} is not a tokenizer: {error}") from error
         config = read_json(folder / "config.json") or {}
         settings = read_json(folder / "tokenizer_config.json") or {}
-        vocab_size = config.get("vocab_size") or backend.get_vocab_size()
+        vocab_size = _vocab_size(config, folder)
         largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
         if largest >= vocab_size:
             raise StartupError(f"{path} has the token id {largest}, but config.json's vocab_size is {vocab_size}")
         tokenizer = cls(backend, settings, vocab_size)
         sources = [config, read_json(folder / "generation_config.json") or {}]
-        ids = {token_id for source in sources for token_id in _token_ids(source.get("eos_token_id"), folder)}
+        ids = {token_id for source in sources for token_id in _token_ids(source, "eos_token_id", folder)}
         if (own := tokenizer._special_id("eos_token")) is not None:
             ids.add(own)
+        if tokenizer.bos_token_id is None:
+            tokenizer.bos_token_id = next(iter(_token_ids(config, "bos_token_id", folder)), None)
         if not ids:
             logger.warning("%s names no end-of-sequence token; answers end by length or stop strings", folder)
         tokenizer.eos_token_ids = frozenset(ids)
@@ -151,17 +162,39 @@ def _is_byte_level(decoder: dict[str, Any] | None) -> bool:
 
 
 def _without_added_tokens(data: dict[str, Any]) -> tokenizers.Tokenizer:
-    return tokenizers.Tokenizer.from_str(json.dumps({**data, "added_tokens": [], "post_processor": None}))
+    """A tokenizer that cannot make an added token: neither matched as a whole nor found as a whole word."""
+    model, added = data["model"], {token["content"] for token in data.get("added_tokens") or []}
+    if isinstance(model.get("vocab"), dict):
+        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges") or []]
+        # Single characters, and what merges build, are ordinary text that was added as well.
+        ordinary = {left + right for left, right in pairs} | {model.get("unk_token")}
+        hidden = {text for text in added - ordinary if len(text) > 1}
+        model = {**model, "vocab": {text: i for text, i in model["vocab"].items() if text not in hidden}}
+    plain = {**data, "model": model, "added_tokens": [], "post_processor": None}
+    return tokenizers.Tokenizer.from_str(json.dumps(plain))
 
 
-def _token_text(value: str | dict[str, Any]) -> str:
-    return value if isinstance(value, str) else str(value["content"])
+def _token_text(key: str, value: object) -> str:
+    text = value.get("content") if isinstance(value, dict) else value
+    if not isinstance(text, str):
+        raise StartupError(f"tokenizer_config.json: {key} has to be a text or an object with content, not {value!r}")
+    return text
 
 
-def _token_ids(value: object, folder: Path) -> list[int]:
+def _vocab_size(config: dict[str, Any], folder: Path) -> int:
+    value = config.get("vocab_size")
+    if value is None:
+        return DEFAULT_VOCAB_SIZE
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise StartupError(f"{folder}/config.json: vocab_size must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def _token_ids(source: dict[str, Any], key: str, folder: Path) -> list[int]:
     """An id field as checkpoints have it: an int, a list of ints, null or missing."""
+    value = source.get(key)
     values: list[object] = value if isinstance(value, list) else [] if value is None else [value]
     ids = [item for item in values if isinstance(item, int) and not isinstance(item, bool)]
     if len(ids) < len(values):
-        raise StartupError(f"{folder}: eos_token_id has to be a token id, a list of them or null, not {value!r}")
+        raise StartupError(f"{folder}: {key} has to be a token id, a list of them or null, not {value!r}")
     return ids

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from shard_server.errors import StartError
+from shard_server.graph_sizes import ladder
 
 
 def _flag(
@@ -36,6 +37,9 @@ class ShardConfig:
     max_num_batched_tokens: int = _flag(2048, "most tokens computed in one step", minimum=1)
     num_blocks_override: int = _flag(0, "KV blocks, block 0 included; 0: as many as the memory allows")
     kv_cache_memory_bytes: int = _flag(0, "memory for the KV blocks; 0: chosen from what is free")
+    gpu_memory_utilization: float = _flag(0.9, "share of a GPU's memory to use, weights included", minimum=0.01)
+    enforce_eager: bool = _flag(False, "launch every step kernel by kernel, without CUDA graphs")
+    cuda_graph_sizes: str = _flag("", "batch sizes to capture, with commas; empty: a ladder up to max-num-seqs")
     attention_backend: str = _flag("auto", "attention kernels", choices=("auto", "torch", "triton", "flash"))
     load_format: str = _flag("auto", "dummy: random weights, no checkpoint file", choices=("auto", "dummy"))
     rendezvous: str = _flag("", "HOST:PORT where rank 0 lets the ranks find each other; required with several ranks")
@@ -44,6 +48,15 @@ class ShardConfig:
     log_format: str = _flag("text", "form of a log record", choices=("text", "json"))
     log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     exit_with_parent: bool = _flag(False, "end when standard input does")
+
+    @property
+    def graph_sizes(self) -> list[int]:
+        """Batch sizes to capture as CUDA graphs, as asked for or the ladder; none on a CPU or with enforce_eager."""
+        if self.device == "cpu" or self.enforce_eager:
+            return []
+        if not self.cuda_graph_sizes:
+            return ladder(self.max_num_seqs)
+        return sorted({int(size) for size in self.cuda_graph_sizes.split(",")})
 
     @property
     def threads(self) -> int:
@@ -79,6 +92,12 @@ def _check(config: ShardConfig) -> None:
     for name in ("model", "listen"):
         if not getattr(config, name):
             raise StartError(f"--{name} is required")
+    if config.gpu_memory_utilization > 1:
+        raise StartError(f"--gpu-memory-utilization must be at most 1, not {config.gpu_memory_utilization}")
+    for size in config.cuda_graph_sizes.split(",") if config.cuda_graph_sizes else ():
+        if not (size.isdecimal() and 1 <= int(size) <= config.max_num_seqs):
+            limit = config.max_num_seqs
+            raise StartError(f"--cuda-graph-sizes must be numbers from 1 to --max-num-seqs {limit}, not {size!r}")
     if config.rank >= config.world_size:
         raise StartError(f"--rank must be below --world-size {config.world_size}, not {config.rank}")
     if config.world_size > 1:

@@ -63,14 +63,14 @@ def top_p_keys(logits: torch.Tensor, temperature: torch.Tensor, top_p: Float32) 
         int64 `[N, K]` keys, and float32 `[N, 1]` log of the sum of exp(logits / temperature) over the vocabulary.
     """
     normaliser = torch.logsumexp(logits / temperature.unsqueeze(1), dim=1, keepdim=True)
-    keys = candidates.pack(logits, torch.arange(logits.shape[1], device=logits.device))
     if logits.device.type == "cpu" and logits.shape[1] > FEW:
-        few = keys.topk(FEW, dim=1).values
+        few = candidates.largest(logits, 0, FEW)
         scaled = candidates.unpack(few)[0] / temperature.unsqueeze(1)
         # A margin, so that the sum over few and the one over all cannot disagree about the last kept token.
         covered = torch.exp(scaled - normaliser).sum(dim=1) - 1e-4
         if bool((covered >= torch.from_numpy(top_p)).all()):
             return few, normaliser
+    keys = candidates.pack(logits, torch.arange(logits.shape[1], device=logits.device))
     return keys.sort(dim=1, descending=True).values, normaliser
 
 
@@ -99,6 +99,7 @@ def draw_among(
     values, token_ids = candidates.unpack(keys)
     scaled = values / temperature.unsqueeze(1)
     rank = torch.arange(keys.shape[1], device=keys.device)
+    is_whole = normaliser is not None and keys.shape[1] > FEW  # see top_p_keys
     is_kept = (rank < top_k.unsqueeze(1)) | (top_k == 0).unsqueeze(1)
     scaled = scaled.masked_fill(~is_kept, -torch.inf)
     if normaliser is None:
@@ -106,7 +107,11 @@ def draw_among(
     probabilities = torch.exp(scaled - normaliser)
     before = probabilities.cumsum(dim=1) - probabilities
     is_kept = (before < top_p.unsqueeze(1)) | (top_p >= 1).unsqueeze(1) | (rank == 0)
-    scores = scaled + noise.gumbel(seeds.unsqueeze(1), positions.unsqueeze(1), token_ids)
+    if is_whole:
+        # All ids from 0 on: four of them share one round of the generator.
+        scores = scaled + noise.gumbel_range(seeds, positions, 0, keys.shape[1]).gather(1, token_ids)
+    else:
+        scores = scaled + noise.gumbel(seeds.unsqueeze(1), positions.unsqueeze(1), token_ids)
     scores = scores.masked_fill(~is_kept, -torch.inf)
     winner = candidates.pack(scores, token_ids).argmax(dim=1, keepdim=True)
     return keys.gather(1, winner).squeeze(1)

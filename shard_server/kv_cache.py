@@ -9,9 +9,8 @@ from model.errors import ModelError
 from model.parallel import TensorParallel
 from shard_server.config import ShardConfig
 
-# Shares of free memory that the blocks may take when nothing else is asked for.
+# Share of free memory that the blocks may take on a CPU when nothing else is asked for.
 CPU_SHARE = 0.25
-CUDA_SHARE = 0.85
 
 KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -25,9 +24,11 @@ def block_bytes(config: ModelConfig, parallel: TensorParallel, block_size: int, 
 
 
 def choose_num_blocks(
-    config: ShardConfig, bytes_per_block: int, block_size: int, max_model_len: int, device: torch.device
+    config: ShardConfig, bytes_per_block: int, block_size: int, max_model_len: int, measured_bytes: int | None = None
 ) -> int:
     """Blocks of this rank, block 0 included: as asked for, else as free memory and the rows' longest contexts allow.
+
+    `measured_bytes` is what a GPU has left for them; None: a share of the host's free memory.
 
     Raises:
         ModelError: fewer than two, as block 0 holds no sequence.
@@ -38,7 +39,7 @@ def choose_num_blocks(
     elif config.kv_cache_memory_bytes:
         num_blocks, flag = min(useful, config.kv_cache_memory_bytes // bytes_per_block), "--kv-cache-memory-bytes"
     else:
-        budget = int(_free_bytes(device) * (CPU_SHARE / config.world_size if device.type == "cpu" else CUDA_SHARE))
+        budget = int(_free_bytes() * CPU_SHARE / config.world_size) if measured_bytes is None else measured_bytes
         num_blocks, flag = min(useful, budget // bytes_per_block), "free memory"
     if num_blocks < 2:
         raise ModelError(
@@ -65,10 +66,7 @@ def allocate(
     ]
 
 
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        free: int = torch.cuda.mem_get_info(device)[0]
-        return free
+def _free_bytes() -> int:
     with open("/proc/meminfo", encoding="ascii") as file:
         facts = dict(line.split(":", 1) for line in file)
     return int(facts["MemAvailable"].split()[0]) * 1024

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import sys
 import time
@@ -21,7 +22,9 @@ from model.weights import DummyWeights, Weights, WeightSource, stored_dtype
 from shard_server.config import ShardConfig
 from shard_server.distributed import RankGroup
 from shard_server.errors import ShardError
+from shard_server.graph_sizes import GraphShape, shapes
 from shard_server.kv_cache import allocate, block_bytes, choose_num_blocks
+from shard_server.memory import MemoryProbe, MemoryUse, explain_graph_shortage, explain_shortage
 from shard_server.model_runner import ModelRunner
 from shard_server.tables import RowTables
 
@@ -93,7 +96,7 @@ def load(config: ShardConfig, join: Callable[[], RankGroup]) -> tuple[ModelRunne
             rank=config.rank,
             world_size=config.world_size,
             block_size=block_size,
-            num_blocks=choose_num_blocks(config, size, block_size, max_model_len, device),
+            num_blocks=2,
             max_model_len=max_model_len,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -103,14 +106,53 @@ def load(config: ShardConfig, join: Callable[[], RankGroup]) -> tuple[ModelRunne
             attention_backend=model.attention.name,
             startup_phase_s=clock.laps,
         )
-        facts = _agree(facts, group)
-        runner = _make_runner(facts, model, model_config, group, dtype, device)
-        runner.warm_up()
+        graph_shapes = []
+        if model.attention.name != "torch":  # which reads lengths on the host
+            graph_shapes = _graph_shapes(config, model_config, group, max_model_len)
+        build = functools.partial(
+            _make_runner, model=model, model_config=model_config, group=group, dtype=dtype, device=device
+        )
+        measured = None
+        if device.type == "cuda":
+            use = _measure(config, functools.partial(build, facts), device)
+            measured = use.left_for_blocks(config.gpu_memory_utilization, len(graph_shapes))
+            clock.lap("measure_memory")
+        num_blocks = choose_num_blocks(config, size, block_size, max_model_len, measured)
+        facts = _agree(dataclasses.replace(facts, num_blocks=num_blocks), group)
+        runner = build(facts)
+        try:
+            runner.warm_up(graph_shapes)
+        except torch.OutOfMemoryError as error:
+            raise (explain_graph_shortage() if graph_shapes else explain_shortage(config)) from error
         clock.lap("warm_up")
     except Exception as error:
         group.report_failure(str(error))
         raise
     return runner, facts
+
+
+def _graph_shapes(
+    config: ShardConfig, model_config: ModelConfig, group: RankGroup, max_model_len: int
+) -> list[GraphShape]:
+    kv_heads = group.parallel.kv_share(model_config.num_key_value_heads)
+    has_window = any(model_config.window(layer) is not None for layer in range(model_config.num_hidden_layers))
+    return shapes(config.graph_sizes, max_model_len, kv_heads.stop - kv_heads.start, has_window)
+
+
+def _measure(config: ShardConfig, build: Callable[[], ModelRunner], device: torch.device) -> MemoryUse:
+    """Runs the largest steps with a cache of two blocks; raises ModelError where they do not fit."""
+    probe = MemoryProbe(device)
+    try:
+        probe.start()
+        runner = build()
+        runner.run_largest_decode()
+        decode = probe.peak()
+        runner.run_largest_prefill()
+        largest = probe.peak()
+    except torch.OutOfMemoryError as error:
+        raise explain_shortage(config) from error
+    del runner
+    return probe.result(largest, decode)
 
 
 def _make_runner(

@@ -55,8 +55,7 @@ class LogprobStats:
         most = int(rows.num_logprobs.max())
         keys = torch.empty((len(index), 0), dtype=torch.int64, device=logits.device)
         if most:
-            ids = torch.arange(vocab_start, vocab_start + own.shape[1], device=own.device)
-            keys = candidates.pack(own, ids).topk(min(most, own.shape[1]), dim=1).values
+            keys = candidates.largest(own, vocab_start, most)
             keys = parallel.all_gather(keys, dim=1).topk(most, dim=1).values
         return cls(index, torch.logsumexp(lse, dim=1), keys)
 

@@ -3,33 +3,38 @@
 from __future__ import annotations
 
 import logging
-import time
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from model.attention import Seqlen
 from model.flash_cohere import FlashCohereForCausalLM
 from shard_server.batch import Batch
 from shard_server.errors import ProtocolError
+from shard_server.graph_sizes import GraphShape
 from shard_server.kv_cache import KVCache
-from shard_server.link import RowResults, ScheduledRows, StepOutcome, StepWork
+from shard_server.link import Int32, RowResults, ScheduledRows, StepOutcome, StepWork
+from shard_server.pending_step import PendingRows, PendingStep
 from shard_server.sampler import Sampler, Samples
 from shard_server.sampling_rows import SamplingRows
-from shard_server.staging import Staging, download
+from shard_server.staging import Readback, Staging
+from shard_server.step_clock import StepClock
 from shard_server.tables import RowTables
+
+if TYPE_CHECKING:
+    from shard_server.cuda_graphs import DecodeGraphs
 
 logger = logging.getLogger(__name__)
 
-# Bytes of staging that a row and a token take at most, rounded up generously; see Batch and SamplingRows.
-ROW_BYTES = 256
-TOKEN_BYTES = 32
-# Room for ids that min_tokens forbids; larger lists would have to be refused when a row is opened.
-FORBIDDEN_BYTES = 1 << 20
+# Bytes of staging that a row and a token take at most, rounded up generously; see Batch, SamplingRows and TableWrite.
+ROW_BYTES = 512
+TOKEN_BYTES = 64
 
 
 class ModelRunner:
-    """Owns this rank's rows and cache. Every method runs on the one thread that computes."""
+    """Owns this rank's rows and cache. Every method runs on the one thread that launches."""
 
     def __init__(
         self,
@@ -46,19 +51,24 @@ class ModelRunner:
         self._max_num_batched_tokens = max_num_batched_tokens
         self._sampler = Sampler(model.parallel, model.vocab_start)
         rows_bytes = (tables.max_num_seqs + 1) * ROW_BYTES
-        self._staging = Staging(device, rows_bytes + max_num_batched_tokens * TOKEN_BYTES + FORBIDDEN_BYTES)
+        self._staging = Staging(device, rows_bytes + max_num_batched_tokens * TOKEN_BYTES)
+        self._clock = StepClock(device)
+        self._graphs: DecodeGraphs | None = None
         self._last_step_id = 0
-        self._last_end_s: float | None = None
 
     def reset(self) -> None:
         """A new epoch: no row is open, the next step is number 1."""
         self._tables.reset()
         self._last_step_id = 0
-        self._last_end_s = None
+        self._clock.reset()
+
+    def step(self, work: StepWork) -> StepOutcome:
+        """Runs one step and waits for it; see launch."""
+        return self.launch(work).finish()
 
     @torch.inference_mode()
-    def step(self, work: StepWork) -> StepOutcome:
-        """Runs one step.
+    def launch(self, work: StepWork) -> PendingStep:
+        """Gives the device one step to do, without waiting for it or for earlier ones.
 
         A step that runs out of device memory leaves the tables as they are after its closes, opens and fills; so do
         the steps sent before the router could know, which build on it. With several ranks it is an error like any
@@ -67,16 +77,9 @@ class ModelRunner:
         Raises:
             ProtocolError: the step contradicts the tables.
         """
-        start_s = time.perf_counter()
-        idle_s = start_s - self._last_end_s if self._last_end_s is not None else 0.0
         if work.step_id != self._last_step_id + 1:
             raise ProtocolError(f"step_id {work.step_id} does not follow {self._last_step_id}")
         self._last_step_id = work.step_id
-        rows = self._apply_and_run(work)
-        self._last_end_s = time.perf_counter()
-        return StepOutcome(work.step_id, self._last_end_s - start_s, idle_s, rows)
-
-    def _apply_and_run(self, work: StepWork) -> RowResults | None:
         tables, scheduled = self._tables, work.scheduled
         tables.close(work.closed_slots)
         if work.opened is not None:
@@ -86,33 +89,72 @@ class ModelRunner:
         num_tokens = int(scheduled.num_tokens.sum())
         if num_tokens > self._max_num_batched_tokens:
             raise ProtocolError(f"{num_tokens} tokens in a step, over {self._max_num_batched_tokens}")
-        if not tables.check_scheduled(scheduled):
-            tables.lose(scheduled)
-            return None
+        can_compute = tables.check_scheduled(scheduled)
+        rows = None
         try:
-            rows = self._compute(scheduled)
+            if can_compute:
+                rows = self._launch_rows(scheduled)
+            else:
+                self._begin()
         except torch.OutOfMemoryError:
             if self._model.parallel.world_size > 1:
                 raise
             logger.warning("step %d ran out of device memory", work.step_id, exc_info=True)
-            tables.lose(scheduled)
             torch.cuda.empty_cache()
-            return None
-        tables.commit(scheduled)
-        return rows
+        if rows is None:
+            tables.lose(scheduled)
+        else:
+            tables.commit(scheduled)
+        timing = self._clock.end()
+        self._staging.end(timing.event)
+        return PendingStep(work.step_id, timing, rows)
 
-    def _compute(self, scheduled: ScheduledRows) -> RowResults:
+    def _begin(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
+        """Starts the clock, uploads, and writes on the device what the tables have waiting."""
+        writes = self._tables.take_writes()
+        self._staging.begin()
+        self._clock.begin()
+        columns = [column for write in writes for column in (write.places, write.values)]
+        uploaded = self._staging.upload(*arrays, *columns)
+        pairs = uploaded[len(arrays) :]
+        for write, places, values in zip(writes, pairs[::2], pairs[1::2], strict=True):
+            write.target.index_copy_(0, places, values)
+        return uploaded[: len(arrays)]
+
+    def _launch_rows(self, scheduled: ScheduledRows) -> PendingRows | RowResults:
         if not len(scheduled.slots):
+            self._begin()
             return _no_rows()
         self._tables.append_blocks(scheduled)
-        self._staging.begin()
         batch = Batch.build(scheduled, self._tables)
         rows = SamplingRows.build(batch, self._tables)
-        samples = self._forward_and_sample(batch, rows)
-        return _results(batch, rows, samples)
+        shape = None
+        if self._graphs is not None and batch.num_decode_rows == len(batch.slots):
+            shape = self._graphs.choose(len(batch.slots), int(batch.context_lens.max()))
+        if shape is not None:
+            return self._replay(shape, batch, rows)
+        return PendingRows.of(batch, rows, self._forward_and_sample(batch, rows))
+
+    def _replay(self, shape: GraphShape, batch: Batch, rows: SamplingRows) -> PendingRows:
+        """A decode step as a graph; rows that want more than a plain draw are drawn again from its logits."""
+        from shard_server.cuda_graphs import pack_rows
+
+        assert self._graphs is not None
+        num_rows, sampled = shape.num_rows, batch.is_sampled.astype(np.int32)
+        slots = batch.slots.astype(np.int32)
+        packed = pack_rows(self._tables.spare_slot, num_rows, slots, batch.cache_lens, sampled)
+        if rows.is_plain:
+            self._begin(packed)
+            results, _ = self._graphs.replay(shape)
+            return PendingRows(batch, rows, Readback(results), is_joined=True)
+        _, places = self._begin(packed, batch.sampled_places)
+        _, logits = self._graphs.replay(shape)
+        samples = self._sampler.sample(logits[: len(slots)], rows, self._staging)
+        self._tables.tokens.tensor.view(-1).index_copy_(0, places, samples.token_ids)
+        return PendingRows.of(batch, rows, samples)
 
     def _forward_and_sample(self, batch: Batch, rows: SamplingRows) -> Samples:
-        """The part of a step that stays on the device: gather inputs, forward, sample, write the sampled tokens."""
+        """A step launched kernel by kernel: gather inputs, forward, sample, write the sampled tokens."""
         tables = self._tables
         (
             positions,
@@ -124,7 +166,7 @@ class ModelRunner:
             cache_lens,
             context_lens,
             cu_seqlens,
-        ) = self._staging.upload(
+        ) = self._begin(
             batch.positions,
             batch.token_places,
             batch.block_places,
@@ -168,32 +210,47 @@ class ModelRunner:
         return samples
 
     @torch.inference_mode()
-    def warm_up(self) -> None:
-        """One token through the model in the spare row and block 0: first use of kernels and of the ranks' links."""
-        one, zero = np.ones(1, np.int32), np.zeros(1, np.int32)
-        spare = np.full(1, self._tables.spare_slot, np.int32)
-        row = ScheduledRows(spare, zero, one, np.zeros(1, np.bool_), zero, np.zeros(0, np.int32))
-        self._compute(row)
+    def warm_up(self, shapes: list[GraphShape] | None = None) -> None:
+        """One token through the model in the spare row and block 0: first use of kernels and of the ranks' links.
+
+        Then captures `shapes`, where there are any.
+        """
+        self._run_padding(np.ones(1, np.int32))
+        if shapes:
+            from shard_server.cuda_graphs import DecodeGraphs
+
+            rows = self._staging.device_bytes[: self._staging.device_bytes.numel() // 4 * 4].view(torch.int32)
+            graphs = DecodeGraphs(self._model, self._tables, self._kv_cache, self._sampler, rows)
+            graphs.capture(shapes)
+            self._graphs = graphs
+        self.reset()
+
+    @torch.inference_mode()
+    def run_largest_decode(self) -> None:
+        """The decode step that needs the most memory, in the spare row and block 0; waits for it."""
+        self._run_padding(np.ones(min(self._tables.max_num_seqs, self._max_num_batched_tokens), np.int32))
+
+    @torch.inference_mode()
+    def run_largest_prefill(self) -> None:
+        """As run_largest_decode: as many tokens as a step may have, in as many rows, all of which need logits."""
+        num_rows = min(self._tables.max_num_seqs, self._max_num_batched_tokens)
+        num_tokens = min(self._max_num_batched_tokens, num_rows * self._tables.max_model_len)
+        lengths = np.full(num_rows, num_tokens // num_rows, np.int32)
+        lengths[: num_tokens % num_rows] += 1
+        self._run_padding(lengths)
+
+    def _run_padding(self, lengths: Int32) -> None:
+        """A step of rows of these lengths that all are the spare one."""
+        num_rows = len(lengths)
+        zeros = np.zeros(num_rows, np.int32)
+        slots = np.full(num_rows, self._tables.spare_slot, np.int32)
+        rows = ScheduledRows(slots, zeros, lengths, np.zeros(num_rows, np.bool_), zeros, np.zeros(0, np.int32))
+        pending = self._launch_rows(rows)
+        timing = self._clock.end()
+        self._staging.end(timing.event)
+        PendingStep(0, timing, pending).finish()
 
 
 def _no_rows() -> RowResults:
     ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return RowResults(np.zeros(0, np.bool_), ints, floats, ints, floats)
-
-
-def _results(batch: Batch, rows: SamplingRows, samples: Samples) -> RowResults:
-    """Waits for the device and puts the rows back in the router's order."""
-    if samples.logprobs is None:
-        token_ids, is_finite = download(samples.token_ids, samples.is_finite)
-        ints, floats = np.zeros(0, np.int32), np.zeros(0, np.float32)
-        logprobs, top_ids, top = floats, ints, floats
-    else:
-        tensors = samples.logprobs
-        token_ids, is_finite, logprobs, top_ids, top = download(
-            samples.token_ids, samples.is_finite, tensors.sampled, tensors.top_token_ids, tensors.top
-        )
-        order = np.arange(len(logprobs)) if batch.order is None else np.argsort(batch.order[rows.logprob_rows])
-        is_wanted = np.arange(top_ids.shape[1]) < rows.num_logprobs[order].reshape(-1, 1)
-        logprobs, top_ids, top = logprobs[order], top_ids[order][is_wanted], top[order][is_wanted]
-    is_sampled = batch.restore(batch.is_sampled)
-    return RowResults(batch.restore(is_finite) != 0, batch.restore(token_ids)[is_sampled], logprobs, top_ids, top)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import torch
 
 from model.parallel import TensorParallel
-from shard_server import candidates
+from shard_server import candidates, device_draw
 from shard_server.draw import draw_among, draw_plain, top_p_keys
 from shard_server.logprobs import Logprobs, LogprobStats
 from shard_server.sampling_rows import DrawRows, SamplingRows
 from shard_server.staging import Staging
+
+CHUNK_ROWS = 64
+"""Rows with top_k or top_p that are sampled at once."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,12 +59,19 @@ class Sampler:
             stats = LogprobStats.of(logits, rows, self._vocab_start, self._parallel, staging)
         if len(rows.forbidden_rows):
             self._forbid(logits, rows, staging)
-        values, columns = _largest(logits)
-        keys = candidates.pack(values, columns + self._vocab_start)
-        raw = values
-        if rows.plain is not None:
-            raw = raw.clone()
-            self._draw_locally(logits, rows.plain, keys, raw, staging)
+        is_greedy = rows.plain is None and rows.top_k is None and rows.top_p is None
+        if logits.device.type == "cpu":
+            values, columns = _largest(logits)
+            if is_greedy and self._parallel.world_size == 1:
+                is_finite = torch.isfinite(values)
+                return Samples((columns * is_finite).int(), is_finite.int(), stats.finish(values) if stats else None)
+            keys = candidates.pack(values, columns + self._vocab_start)
+            raw = values.clone()
+            if rows.plain is not None:
+                self._draw_locally(logits, rows.plain, keys, raw, staging)
+        else:
+            temperature, seeds, positions = _draw_columns(len(logits), rows, staging)
+            keys, raw, values = device_draw.draw(logits, temperature, seeds, positions, self._vocab_start)
         keys, raw, largest = self._best_over_ranks(keys, raw, values)
         for group in (rows.top_k, rows.top_p):
             if group is not None:
@@ -69,11 +80,32 @@ class Sampler:
         token_ids = candidates.unpack(keys)[1].masked_fill_(~is_finite, 0).int()
         return Samples(token_ids, is_finite.int(), stats.finish(raw) if stats else None)
 
+    def draw_plainly(
+        self, logits: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens of rows that no filter cuts, without the host's help: what a CUDA graph may hold.
+
+        Args:
+            logits: float32 `[R, V_local]` on a CUDA device.
+            temperature: float32 `[R]`; 0 takes the likeliest token.
+            seeds, positions: int64 `[R]`.
+
+        Returns:
+            int32 `[R]` token ids and bool `[R]` flags, as in Samples.
+        """
+        if self._parallel.world_size == 1:
+            samples = device_draw.sample(logits, temperature, seeds, positions, self._vocab_start)
+            return samples.tokens, samples.is_finite
+        drawn = device_draw.draw(logits, temperature, seeds, positions, self._vocab_start)
+        keys, _, largest = self._best_over_ranks(*drawn)
+        is_finite = torch.isfinite(largest)
+        return candidates.unpack(keys)[1].masked_fill_(~is_finite, 0).int(), is_finite
+
     def _forbid(self, logits: torch.Tensor, rows: SamplingRows, staging: Staging) -> None:
         columns = rows.forbidden_ids - self._vocab_start
         is_here = (columns >= 0) & (columns < logits.shape[1])
         row_index, column_index = staging.upload(rows.forbidden_rows[is_here], columns[is_here])
-        logits[row_index, column_index] = -torch.inf
+        logits.index_put_((row_index, column_index), logits.new_full((), -torch.inf))
 
     def _draw_locally(
         self, logits: torch.Tensor, group: DrawRows, keys: torch.Tensor, raw: torch.Tensor, staging: Staging
@@ -108,24 +140,37 @@ class Sampler:
         index, temperature, seeds, positions, top_k, top_p = staging.upload(
             group.rows, group.temperature, group.seeds, group.positions, group.top_k, group.top_p
         )
-        own = logits.index_select(0, index)
-        ids = torch.arange(self._vocab_start, self._vocab_start + own.shape[1], device=own.device)
         most = int(group.top_k.max())
-        if most:
-            kept = candidates.pack(own, ids).topk(min(most, own.shape[1]), dim=1).values
-            kept = self._parallel.all_gather(kept, dim=1)
-            kept = kept.topk(min(most, kept.shape[1]), dim=1).values
-            normaliser = None
-        else:
-            kept, normaliser = top_p_keys(self._parallel.all_gather(own, dim=1), temperature, group.top_p)
-        winner = draw_among(kept, normaliser, temperature, top_k, top_p, seeds, positions)
-        raw[index], keys[index] = candidates.unpack(winner)[0], winner
+        # Rows apart in chunks: a whole vocabulary of sortable keys and its noise take much memory.
+        for first in range(0, len(index), CHUNK_ROWS):
+            chunk = slice(first, first + CHUNK_ROWS)
+            own = logits.index_select(0, index[chunk])
+            if most:
+                kept = candidates.largest(own, self._vocab_start, most)
+                kept = self._parallel.all_gather(kept, dim=1)
+                kept = kept.topk(min(most, kept.shape[1]), dim=1).values
+                normaliser = None
+            else:
+                whole = self._parallel.all_gather(own, dim=1)
+                kept, normaliser = top_p_keys(whole, temperature[chunk], group.top_p[chunk])
+            winner = draw_among(
+                kept, normaliser, temperature[chunk], top_k[chunk], top_p[chunk], seeds[chunk], positions[chunk]
+            )
+            raw[index[chunk]], keys[index[chunk]] = candidates.unpack(winner)[0], winner
+
+
+def _draw_columns(num_rows: int, rows: SamplingRows, staging: Staging) -> list[torch.Tensor]:
+    """Temperature, seeds and positions `[num_rows]` on the device; rows that are not drawn plainly have 0."""
+    temperature = np.zeros(num_rows, np.float32)
+    seeds, positions = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int64)
+    if (plain := rows.plain) is not None:
+        temperature[plain.rows], seeds[plain.rows] = plain.temperature, plain.seeds
+        positions[plain.rows] = plain.positions
+    return staging.upload(temperature, seeds, positions)
 
 
 def _largest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each row's largest logit (NaN where any is) and the lowest column that has it."""
-    if logits.device.type == "cpu":
-        # numpy's search is vectorised, torch's for a value with its index is not.
-        columns = torch.from_numpy(logits.numpy().argmax(axis=1))
-        return logits.gather(1, columns.unsqueeze(1)).squeeze(1), columns
-    return tuple(logits.max(dim=1))  # type: ignore[return-value]
+    """Each row's largest logit (NaN where any is) and the lowest column that has it, on a CPU."""
+    # numpy's search is vectorised, torch's for a value with its index is not.
+    columns = torch.from_numpy(logits.numpy().argmax(axis=1))
+    return logits.gather(1, columns.unsqueeze(1)).squeeze(1), columns

@@ -55,6 +55,12 @@ class SamplingRows:
     forbidden_rows: Int64
     forbidden_ids: Int64
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether each row takes the likeliest token or draws from the whole vocabulary, and wants nothing more."""
+        has_filter = self.top_k is not None or self.top_p is not None
+        return not (has_filter or len(self.logprob_rows) or len(self.forbidden_rows))
+
     @classmethod
     def build(cls, batch: Batch, tables: RowTables) -> SamplingRows:
         """Reads the tables' columns of the batch's slots; rows that sample nothing are in no group."""

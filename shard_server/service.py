@@ -22,11 +22,18 @@ Context = grpc.aio.ServicerContext[shard_pb2.ExecuteRequest, shard_pb2.ExecuteRe
 InfoContext = grpc.aio.ServicerContext[shard_pb2.GetInfoRequest, shard_pb2.GetInfoResponse]
 
 
+class LaunchedStep(Protocol):
+    """What the service needs of a PendingStep."""
+
+    def finish(self) -> StepOutcome:
+        """Waits for the step's end, on another thread than the one that launches."""
+
+
 class StepRunner(Protocol):
     """What the service needs of a ModelRunner."""
 
-    def step(self, work: StepWork) -> StepOutcome:
-        """Runs one step."""
+    def launch(self, work: StepWork) -> LaunchedStep:
+        """Begins one step."""
 
     def reset(self) -> None:
         """Drops all rows."""
@@ -76,7 +83,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):
         logger.info("epoch %d opened by router %s", epoch.number, epoch.router_id)
         try:
             # Behind whatever an earlier epoch left in the queue: once this is answered, no old step runs any more.
-            await self._worker.submit(runner.reset)
+            await self._worker.submit_halves(lambda: _reset(runner))
             yield shard_pb2.ExecuteResponse(hello=shard_pb2.HelloAck(epoch=epoch.number))
             async for result in self._run_steps(epoch, runner, requests, context):
                 yield result
@@ -137,7 +144,7 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):
         try:
             async for request in requests:
                 work = _StepJob(request, epoch, runner, rank)
-                future = self._worker.submit(work.run)
+                future = self._worker.submit_halves(work.launch)
                 future.add_done_callback(_see_exception)
                 queued.put_nowait(future)
         finally:
@@ -151,18 +158,31 @@ class _StepJob:
     runner: StepRunner
     rank: int
 
-    def run(self) -> shard_pb2.ExecuteResponse:
-        """On the worker thread: decodes, runs and encodes."""
-        if self.epoch.is_broken:
-            raise ProtocolError("an earlier step of this epoch failed")
+    def launch(self) -> Callable[[], shard_pb2.ExecuteResponse]:
+        """On the thread that launches: decodes and begins; gives what waits for the end and encodes."""
         try:
+            if self.epoch.is_broken:
+                raise ProtocolError("an earlier step of this epoch failed")
             if self.request.WhichOneof("message") != "step":
                 raise ProtocolError("hello comes once, then steps")
-            outcome = self.runner.step(decode_step(self.request.step))
+            step = self.runner.launch(decode_step(self.request.step))
+        except BaseException:
+            self.epoch.is_broken = True
+            raise
+        return lambda: self._finish(step)
+
+    def _finish(self, step: LaunchedStep) -> shard_pb2.ExecuteResponse:
+        try:
+            outcome = step.finish()
         except BaseException:
             self.epoch.is_broken = True
             raise
         return shard_pb2.ExecuteResponse(result=encode_outcome(outcome, self.rank))
+
+
+def _reset(runner: StepRunner) -> Callable[[], None]:
+    runner.reset()
+    return lambda: None
 
 
 def _see_exception(future: asyncio.Future[shard_pb2.ExecuteResponse]) -> None:

@@ -6,27 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from shard_server.device_table import DeviceTable, TableWrite
 from shard_server.errors import ProtocolError
 from shard_server.link import Bool, FilledTokens, Int32, Int64, OpenedRows, ScheduledRows
 
 # Below this the quotient logits / temperature could overflow; the likeliest token then wins anyway.
 MIN_TEMPERATURE = 1e-5
-
-
-class Int32Table:
-    """An int32 table on the device, written from host arrays; on a CPU both are the same memory."""
-
-    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
-        self.tensor = torch.zeros((num_rows, width), dtype=torch.int32, device=device)
-        self._host: Int32 | None = self.tensor.numpy() if device.type == "cpu" else None
-
-    def write(self, rows: Int32, columns: Int32, values: Int32) -> None:
-        """table[rows[i], columns[i]] = values[i]; all are `[n]`."""
-        if self._host is not None:
-            self._host[rows, columns] = values
-            return
-        staged = torch.from_numpy(np.stack([rows, columns, values])).to(self.tensor.device)
-        self.tensor[staged[0], staged[1]] = staged[2]
 
 
 class RowTables:
@@ -54,8 +39,11 @@ class RowTables:
         self.vocab_size = vocab_size
         self.max_blocks_per_seq = -(-max_model_len // block_size)
         # One more column than positions: the token after a full row is sampled, though never computed.
-        self.tokens = Int32Table(num_rows, max_model_len + 1, device)
-        self.blocks = Int32Table(num_rows, self.max_blocks_per_seq, device)
+        self.tokens = DeviceTable(num_rows, max_model_len + 1, np.int32, device)
+        self.blocks = DeviceTable(num_rows, self.max_blocks_per_seq, np.int32, device)
+        # Twins of the host columns below, for steps that draw without the host's help.
+        self.device_seeds = DeviceTable(num_rows, 1, np.int64, device)
+        self.device_temperature = DeviceTable(num_rows, 1, np.float32, device)
         self.is_open = np.zeros(num_rows, np.bool_)
         self.num_known = np.zeros(num_rows, np.int32)
         self.next_starts = np.zeros(num_rows, np.int32)
@@ -74,6 +62,12 @@ class RowTables:
     def reset(self) -> None:
         """Closes every row."""
         self.is_open[:] = False
+        self.take_writes()
+
+    def take_writes(self) -> list[TableWrite]:
+        """What has to be written on the device before the next step computes; nothing on a CPU."""
+        tables = (self.tokens, self.blocks, self.device_seeds, self.device_temperature)
+        return [write for table in tables for write in table.take_writes()]
 
     def close(self, slots: Int32) -> None:
         """Ends rows; raises ProtocolError for a slot that is not open."""
@@ -97,6 +91,8 @@ class RowTables:
         self.top_p[slots] = rows.top_p
         self.min_tokens[slots] = rows.min_tokens
         self.num_logprobs[slots] = rows.num_logprobs
+        self.device_seeds.write(slots, np.zeros_like(slots), self.seeds[slots])
+        self.device_temperature.write(slots, np.zeros_like(slots), self.temperature[slots])
         ends = np.cumsum(rows.stop_id_counts)
         for slot, end, count in zip(slots.tolist(), ends.tolist(), rows.stop_id_counts.tolist(), strict=True):
             self.stop_ids[slot] = rows.stop_ids[end - count : end]
@@ -137,7 +133,7 @@ class RowTables:
         """
         slots, ends = rows.slots, rows.starts + rows.num_tokens
         self._check_open(slots, "scheduled.slots")
-        if len(np.unique(slots)) != len(slots):
+        if len(set(slots.tolist())) != len(slots):
             raise ProtocolError("scheduled.slots names a slot twice")
         _refuse(rows.num_tokens < 1, slots, "scheduled.num_tokens of slot {} is below 1")
         _refuse(ends > self.max_model_len, slots, f"scheduled: slot {{}} goes over max_model_len {self.max_model_len}")

@@ -47,6 +47,7 @@ class Server:
         self._is_over = threading.Event()
         self._ready = threading.Event()
         self.port = self.metrics_port = 0
+        self.channel: grpc.Channel | None = None
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
 
@@ -59,6 +60,7 @@ class Server:
                 metrics_port = re.search(r"\bmetrics_port=(\d+)", line)
                 self.metrics_port = int(metrics_port[1]) if metrics_port else 0
                 self._ready.set()
+        self.process.stdout.close()
         self._is_over.set()
         self._ready.set()
 
@@ -84,12 +86,20 @@ class Server:
         return code
 
     def stop(self) -> int:
+        """Ends it in order; the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
             return self.wait_end()
         finally:
-            self.process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """Ends it at once, whatever it was doing."""
+        self.process.kill()
+        self.wait_end()
+        if self.channel is not None:
+            self.channel.close()
 
     def load(self) -> model_pb2.GetLoadResponse:
         return self.model.GetLoad(model_pb2.GetLoadRequest(), timeout=30)

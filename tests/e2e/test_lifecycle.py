@@ -62,7 +62,7 @@ def readiness(server: Server) -> int:
 def two_shards() -> Iterator[Server]:
     server = Server("--model", DEMO, "--tensor-parallel-size", "2", "--shutdown-timeout", "20").wait_ready()
     yield server
-    server.process.kill()
+    server.kill()
 
 
 def test_a_killed_shard_ends_running_calls_and_the_process_with_its_cause(two_shards: Server) -> None:
@@ -98,6 +98,7 @@ def test_sigterm_lets_streams_finish_refuses_new_work_and_leaves_nothing_behind(
 def test_the_death_of_the_router_ends_its_shards(two_shards: Server) -> None:
     pids = shard_pids(two_shards)
     two_shards.process.kill()
+    two_shards.wait_end()
     assert wait_gone(pids)
 
 

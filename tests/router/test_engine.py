@@ -33,7 +33,7 @@ class Running:
 
     async def idle(self) -> None:
         async with asyncio.timeout(TIMEOUT_S):
-            while not self.engine._scheduler.is_idle:
+            while not self.engine._scheduler.is_idle:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         self.engine._scheduler.check_integrity()
 
@@ -119,11 +119,42 @@ async def test_the_loss_of_a_shard_ends_every_request_and_then_the_engine() -> N
             await it.task
 
 
+async def test_a_request_that_comes_after_the_loss_ends_at_once() -> None:
+    async with running() as it:
+        it.link.lose()
+        await read(it.client.submit(submission(1)))
+        await asyncio.wait([it.task])
+        (only,) = await read(it.client.submit(submission(2)))
+        assert isinstance(only, RequestFailed) and isinstance(only.error, Unavailable)
+
+
+async def test_a_fault_of_our_own_ends_every_request_and_then_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    it = Running()
+    stream = it.client.submit(submission(1))
+    monkeypatch.setattr(it.engine._scheduler, "postprocess", fail)
+    (only,) = await read(stream)
+    assert isinstance(only, RequestFailed) and isinstance(only.error, Unavailable)
+    with pytest.raises(ZeroDivisionError):
+        await it.task
+
+
+async def test_an_idle_engine_checks_once_that_nothing_leaked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.engine.IDLE_CHECK_S", 0.01)
+    async with running() as it:
+        checks: list[int] = []
+        monkeypatch.setattr(it.engine._scheduler, "check_integrity", lambda: checks.append(1))
+        for key, num_checks in ((1, 1), (2, 2)):
+            await read(it.client.submit(submission(key)))
+            await asyncio.sleep(0.15)
+            assert len(checks) == num_checks
+
+
 async def test_generated_tokens_are_counted_once_each() -> None:
     async with running(run_ahead=2) as it:
-        done = [
-            (await read(it.client.submit(submission(key, max_tokens=7))))[-1] for key in range(1, 9)
-        ]
+        done = [(await read(it.client.submit(submission(key, max_tokens=7))))[-1] for key in range(1, 9)]
         completion = sum(event.completion_tokens for event in done if isinstance(event, RequestDone))
         counted = it.metrics.registry.get_sample_value("cohort_generation_tokens_total")
         assert counted == completion == 8 * 7

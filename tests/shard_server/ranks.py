@@ -19,7 +19,7 @@ from model.parallel import TensorParallel
 LIMIT_S = 60
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: Any) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args: object) -> list[Any]:
     """What `function(parallel, *args)` returned on each rank; raises RuntimeError with a rank's traceback."""
     context = mp.get_context("spawn")
     queue: Queue[tuple[int, Any, str | None]] = context.Queue()
@@ -43,7 +43,9 @@ def run_ranks(function: Callable[..., Any], world_size: int, folder: Path, *args
     return [answer for _, answer, _ in sorted(answers, key=lambda item: item[0])]
 
 
-def _rank(rank: int, function: Callable[..., Any], world_size: int, store: str, queue: Any, args: Any) -> None:
+def _rank(
+    rank: int, function: Callable[..., Any], world_size: int, store: str, queue: Queue[Any], args: tuple[object, ...]
+) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-
 from cohort.shard.v1 import shard_pb2
 
 

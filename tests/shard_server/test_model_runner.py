@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.flash_cohere import FlashCohereForCausalLM
 from model.parallel import TensorParallel
 from shard_server.config import ShardConfig
 from shard_server.distributed import RankGroup
@@ -24,9 +25,15 @@ PROMPTS = [[5, 9, 300, 17, 4], [7], [(11 * i) % 319 for i in range(1, 40)]]
 BLOCK = 16
 
 
-def make_runner(folder: Path, parallel: TensorParallel | None = None, **options: Any) -> ModelRunner:
+def make_runner(folder: Path, parallel: TensorParallel | None = None, **options: int) -> ModelRunner:
     parallel = parallel or TensorParallel()
-    values = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "num_blocks_override": 40, "num_threads": 1, **options}
+    values: dict[str, Any] = {
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "num_blocks_override": 40,
+        "num_threads": 1,
+        **options,
+    }
     config = ShardConfig(
         model=str(folder),
         listen="unix:x",
@@ -187,16 +194,16 @@ def test_a_row_that_is_not_finite_ends_alone_even_where_nothing_is_sampled(
 class Memory:
     """Stands before the model and runs out of memory on command."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: FlashCohereForCausalLM) -> None:
         self._model = model
         self.is_full = False
 
-    def forward(self, **arguments: Any) -> Any:
+    def forward(self, **arguments: Any) -> Any:  # noqa: ANN401
         if self.is_full:
             raise torch.OutOfMemoryError("no room")
         return self._model.forward(**arguments)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
         return getattr(self._model, name)
 
 
