@@ -54,6 +54,7 @@ def _write_checkpoint(folder: Path, model_type: str, head_dim: int) -> Any:  # n
         "pad_token_id": 0,
     }
     torch.manual_seed(5)
+    model: Any
     if model_type == "cohere":
         model = CohereForCausalLM(CohereConfig(**shape, use_qk_norm=head_dim == 64))
     else:
@@ -202,7 +203,7 @@ def sampler(flags: argparse.Namespace, folder: Path) -> dict[str, object]:
     """The same recorded logits through the CPU's sampler and the GPU's, all rows at once and one by one."""
     size, count = (256000, 64) if flags.device == "cuda" else (4000, 16)
     logits = torch.randn(count, size, generator=torch.Generator().manual_seed(2)) * 3
-    kinds = [
+    kinds: list[dict[str, Any]] = [
         {}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 40}, {"temperature": 1.0, "top_p": 0.9},
         {"temperature": 0.3}, {"temperature": 1.2, "top_k": 1000, "top_p": 0.7}, {"temperature": 5.0},
         {"num_logprobs": 5},

@@ -75,10 +75,14 @@ def _one_batch(runner: Any, facts: Any, batch: int, vocab_size: int, device: str
         "batch": batch, "wall_ms": wall_ms, "step_ms": step_ms, "idle_share": idle, "launch_ms": launch_ms,
         "tokens_per_s": batch / wall_ms * 1e3, "prefill_tokens_per_s": batch * PROMPT_TOKENS / prefill_s,
     }  # fmt: skip
-    say(f"b{batch}: {wall_ms:.3f} ms a step ({step_ms:.3f} on the device, idle {idle:.2%}), launching takes "
-        f"{launch_ms:.3f} ms, {batch / wall_ms * 1e3:,.0f} tok/s, prefill {found['prefill_tokens_per_s']:,.0f} tok/s")  # fmt: skip
+    text = f"b{batch}: {wall_ms:.3f} ms a step ({step_ms:.3f} on the device, idle {idle:.2%}), launching takes "
+    text += f"{launch_ms:.3f} ms, {batch / wall_ms * 1e3:,.0f} tok/s"
+    say(f"{text}, prefill {found['prefill_tokens_per_s']:,.0f} tok/s")
     if device == "cuda":
-        found["kernels"] = _kernels(driver)
+        try:
+            found["kernels"] = _kernels(driver)
+        except Exception as error:
+            say(f"no kernels: {type(error).__name__}: {error}")
     return found
 
 
@@ -96,6 +100,7 @@ def _launch_ms(driver: Driver) -> float:
 
 def _kernels(driver: Driver) -> list[dict[str, object]]:
     """Kernels of a decode step, by time."""
+    from torch.autograd.profiler_util import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -104,16 +109,12 @@ def _kernels(driver: Driver) -> list[dict[str, object]]:
         torch.cuda.synchronize()
     times: dict[str, list[float]] = collections.defaultdict(list)
     for event in profiler.events():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            times[event.name].append(event.device_time)
-    rows = [
-        {"kernel": name, "per_step": len(us) / PROFILED_STEPS, "us_each": sum(us) / len(us),
-         "us_per_step": sum(us) / PROFILED_STEPS}
-        for name, us in times.items()
-    ]  # fmt: skip
-    rows.sort(key=lambda row: -float(str(row["us_per_step"])))
-    for row in rows[:NUM_KERNELS_SHOWN]:
-        say("  {us_per_step:9.1f} us  {per_step:6.1f} x {us_each:8.2f}  {kernel:.90}".format(**row))
-    total = sum(float(str(row["us_per_step"])) for row in rows)
-    say(f"  {total:9.1f} us in all, {sum(float(str(r['per_step'])) for r in rows):.0f} launches a step")
-    return rows
+        if event.device_type == DeviceType.CUDA:
+            times[event.name].append(event.time_range.elapsed_us())
+    rows = sorted(
+        ((sum(us) / PROFILED_STEPS, len(us) / PROFILED_STEPS, name) for name, us in times.items()), reverse=True
+    )
+    for us, count, name in rows[:NUM_KERNELS_SHOWN]:
+        say(f"  {us:9.1f} us  {count:6.1f} x {us / count:8.2f}  {name:.90}")
+    say(f"  {sum(us for us, _, _ in rows):9.1f} us in all, {sum(count for _, count, _ in rows):.0f} launches a step")
+    return [{"kernel": name, "per_step": count, "us_per_step": us} for us, count, name in rows]

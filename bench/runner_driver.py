@@ -1,4 +1,4 @@
-"""A ModelRunner driven in this process, without a router: sequences in, tokens out, steps launched ahead or one by one."""
+"""A ModelRunner driven in this process, without a router: sequences in, tokens out, steps launched ahead or not."""
 
 from __future__ import annotations
 
@@ -126,7 +126,8 @@ class Driver:
         self.drain(num_ahead)
 
     def _scheduled(self, runs: list[tuple[int, int, bool]]) -> ScheduledRows:
-        counts, ids = [], []
+        counts: list[int] = []
+        ids: list[int] = []
         for slot, count, _ in runs:
             needed = -(-(self._num_computed[slot] + count) // self._facts.block_size) - self._num_blocks[slot]
             counts.append(needed)

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
@@ -134,7 +134,7 @@ class ChatTemplates:
 class GenerationTag(jinja2.ext.Extension):
     """`{% generation %}`, by which templates mark the assistant's text for training; the text stands as it is."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 (the base class declares it so)
 
     def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
         """The statements between the tag and `endgeneration`."""

@@ -47,7 +47,9 @@ class Tokenizer:
         self.added_tokens = [AddedToken(t["id"], t["content"], t["special"]) for t in data.get("added_tokens") or []]
         self._plain = _without_added_tokens(data)
         # Then text that is no added token can become one inside the library.
-        self.matches_normalized = bool(data.get("normalizer")) and any(t["normalized"] for t in data["added_tokens"])
+        self.matches_normalized = bool(data.get("normalizer")) and any(
+            token["normalized"] for token in data.get("added_tokens") or []
+        )
         self.special_tokens = {key: _token_text(key, settings[key]) for key in SPECIAL_TOKEN_KEYS if settings.get(key)}
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_ids: frozenset[int] = frozenset()

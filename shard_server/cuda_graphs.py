@@ -64,7 +64,7 @@ class DecodeGraphs:
         most = max(shape.num_rows for shape in shapes)
         self._make_buffers(most)
         pool = torch.cuda.graph_pool_handle()
-        stream = torch.cuda.Stream(device)
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream(device))
         gc.collect()
         gc.disable()  # a collection during a capture could free what CUDA must not free then

@@ -65,7 +65,7 @@ class StepClock:
         if self._is_cpu:
             self._start_s = time.perf_counter()
         else:
-            self._start = torch.cuda.Event(enable_timing=True)
+            self._start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             self._start.record()
 
     def end(self) -> StepTiming:
@@ -75,7 +75,7 @@ class StepClock:
             idle_s = self._start_s - self._previous_s if self._previous_s is not None else 0.0
             self._previous_s = now_s
             return HostTiming(now_s - self._start_s, idle_s)
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         timing = DeviceTiming(self._previous, self._start, event)
         self._previous = event

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from typing import TYPE_CHECKING, Protocol
 
 from model.errors import ModelError
@@ -68,7 +67,7 @@ class AttentionBackend(Protocol):
 def create_attention(
     name: str, config: ModelConfig, device: torch.device | str = "cpu", block_size: int | None = None
 ) -> AttentionBackend:
-    """Makes the backend called `name`; auto is torch on a CPU, else flash where flash-attn is installed, else triton.
+    """Makes the backend called `name`; auto is torch on a CPU, else triton.
 
     Raises:
         ModelError: an unknown name, or a backend that cannot run on this device, head size or block size.
@@ -77,8 +76,7 @@ def create_attention(
         raise ModelError(f"--attention-backend {name!r} is unknown; choose one of {', '.join(BACKENDS)}.")
     device_type = str(device).partition(":")[0]
     if name == "auto":
-        on_gpu = "flash" if importlib.util.find_spec("flash_attn") else "triton"
-        name = "torch" if device_type == "cpu" else on_gpu
+        name = "torch" if device_type == "cpu" else "triton"
     if name == "torch":
         from model.attention.torch import TorchAttention
 

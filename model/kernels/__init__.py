@@ -1,9 +1,7 @@
 """Triton kernels of the model, which read and write columns of the fused projections in place."""
 
 from model.kernels.decode_attention import decode_attention, num_decode_splits
-from model.kernels.few_rows_linear import few_rows_linear
 from model.kernels.gated_activation import silu_and_mul
-from model.kernels.gather_cache import gather_cache
 from model.kernels.norms import head_norm, layer_norm
 from model.kernels.prefill_attention import prefill_attention
 from model.kernels.rotary import rotary_and_cache
@@ -11,8 +9,6 @@ from model.kernels.sampling import sample
 
 __all__ = [
     "decode_attention",
-    "few_rows_linear",
-    "gather_cache",
     "head_norm",
     "layer_norm",
     "num_decode_splits",

@@ -62,7 +62,7 @@ class ChatCalls:
             if sum(len(entry.content) for entry in messages) > limit:
                 description = f"more than {limit} characters cannot fit {self._limits.max_total_tokens} tokens"
                 raise ContextLengthExceeded("messages", description, self._limits.max_total_tokens)
-            return await self._pool.run(lambda: self._templates.encode(messages, message.chat_template))
+            return await self._pool.run(lambda: self._templates.encode(messages, message.chat_template, limit))
 
         return encode
 

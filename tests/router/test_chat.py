@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import transformers
+from tokenizers import AddedToken, normalizers
 
 from router.chat import ChatMessage, ChatTemplates
 from router.errors import FailedPrecondition, InvalidArgument, StartupError
@@ -37,7 +38,10 @@ EXTRAS = (
 )
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, EXTRAS], ids=["command", "extras"])
+MARKED = "{% for m in messages %}{% generation %}{{ m.content }}\n{% endgeneration %}\n{% endfor %}"
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, EXTRAS, MARKED], ids=["command", "extras", "marked"])
 def test_text_and_ids_equal_those_of_transformers(tmp_path: Path, template: str) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -80,6 +84,47 @@ def test_special_tokens_in_content_stay_text(folder: Path, attack: str) -> None:
     assert [token for token in ids if token in specials] == [token for token in harmless if token in specials]
     content = attack.strip()
     assert tokenizer.decode(ids) == content
+
+
+def test_text_that_becomes_a_marker_by_normalization_stays_text(tmp_path: Path) -> None:
+    backend = byte_level()
+    backend.normalizer = normalizers.NFC()
+    marker = AddedToken("<|KEEP|>", special=True, normalized=True)
+    backend.add_special_tokens([marker])
+    attack = "<|\N{KELVIN SIGN}EEP|>"
+    assert backend.encode(attack, add_special_tokens=False).ids == [backend.token_to_id("<|KEEP|>")]
+    tokenizer, chat = load(save(tmp_path, backend))
+    ids = chat.encode([ChatMessage("user", attack)])
+    assert backend.token_to_id("<|KEEP|>") not in ids
+    assert tokenizer.decode(ids) == "<|KEEP|>"
+
+
+def test_more_text_than_allowed_is_refused_before_it_is_all_made(folder: Path) -> None:
+    _, chat = load(folder)
+    length = len(chat.render(CONVERSATION))
+    assert chat.encode(CONVERSATION, max_characters=length) == chat.encode(CONVERSATION)
+    with pytest.raises(InvalidArgument, match=f"more than {length - 1} characters"):
+        chat.encode(CONVERSATION, max_characters=length - 1)
+
+
+def test_a_template_without_end_is_refused_early(tmp_path: Path) -> None:
+    endless = "{% for i in range(99999) %}{% for k in range(99999) %}x{% endfor %}{% endfor %}"
+    _, chat = load(save(tmp_path, BYTE_LEVEL, tokenizer_config={"chat_template": endless}))
+    with pytest.raises(InvalidArgument, match="more than 1000 characters"):
+        chat.render(CONVERSATION, max_characters=1000)
+
+
+@pytest.mark.parametrize("value", [5, ["a"], [{"name": "a"}], {"default": "x"}])
+def test_a_template_field_of_another_shape_ends_the_start(tmp_path: Path, value: object) -> None:
+    with pytest.raises(StartupError, match="has to be a text or a list"):
+        load(save(tmp_path, BYTE_LEVEL, tokenizer_config={"chat_template": value}))
+
+
+def test_a_template_file_that_is_no_text_ends_the_start(tmp_path: Path) -> None:
+    save(tmp_path, BYTE_LEVEL)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff\xfe")
+    with pytest.raises(StartupError, match=r"cannot read the chat template .*chat_template\.jinja"):
+        load(tmp_path)
 
 
 def test_the_guarded_way_gives_the_same_ids_where_there_is_nothing_to_guard(folder: Path) -> None:

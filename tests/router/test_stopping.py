@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from router.messages import Finish, FinishReason, StoppingParams
 from router.step import SampledToken
 from router.stopping import Piece, StopChecker
+from router.tokenizer import Tokenizer
+from tests.router.tokenizer_files import byte_level
 
 
 class Spelled:
@@ -120,6 +122,48 @@ def test_half_a_character_at_the_end_has_one_outcome() -> None:
 def test_tokens_without_text_are_let_go_with_no_stop_in_sight() -> None:
     pieces = run(["", "é", "x"], stop=("zz",))
     assert [piece.token_ids for piece in pieces] == [[0], [1], [2]]
+
+
+BYTE_LEVEL = byte_level()
+TOKENIZER = Tokenizer(BYTE_LEVEL, {}, BYTE_LEVEL.get_vocab_size())
+
+
+def answer(ids: list[int], **rules: object) -> list[Piece]:
+    """The pieces of an answer of real byte-level tokens."""
+    stopping = StoppingParams(**{"max_tokens": len(ids), **rules})  # type: ignore[arg-type]
+    checker = StopChecker(stopping, TOKENIZER.detokenizer())
+    pieces: list[Piece] = []
+    while not (pieces and pieces[-1].finish):
+        pieces.append(checker.accept(SampledToken(ids[len(pieces)])))
+    return pieces
+
+
+def plain_ids(text: str) -> list[int]:
+    ids: list[int] = BYTE_LEVEL.encode(text, add_special_tokens=False).ids
+    return ids
+
+
+@pytest.mark.parametrize("text", ["👩‍👩‍👧‍👦", "🇫🇷", "한국어 닭", "ไทยฎ", "हिन्दीऋ", "עברית"])
+@pytest.mark.parametrize("stop", [(), ("zz",), ("👽",)])
+def test_every_length_of_an_answer_adds_up_to_its_decoding_at_one_stroke(text: str, stop: tuple[str, ...]) -> None:
+    ids = plain_ids(text)
+    for length in range(1, len(ids) + 1):
+        pieces = answer(ids, max_tokens=length, stop=stop)
+        assert "".join(texts(pieces)) == BYTE_LEVEL.decode(ids[:length])
+        assert [token for piece in pieces for token in piece.token_ids] == ids[:length]
+
+
+def test_the_first_bytes_of_a_stop_string_are_held_like_its_text() -> None:
+    before, stop, after = plain_ids("a"), plain_ids("🦊"), plain_ids("b")
+    assert len(stop) > 1
+    pieces = answer(before + stop + after, stop=("🦊",))
+    assert [piece.token_ids for piece in pieces] == [before] + [[]] * len(stop)
+    assert "".join(texts(pieces)) == "a"
+    shown = answer(before + stop + after, stop=("🦊",), include_stop_in_output=True)
+    assert [token for piece in shown for token in piece.token_ids] == before + stop
+    other = answer(plain_ids("a🦉b"), stop=("🦊",))
+    assert [token for piece in other for token in piece.token_ids] == plain_ids("a🦉b")
+    assert texts(other)[-2:] == ["🦉", "b"]
 
 
 @given(

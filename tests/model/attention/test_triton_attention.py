@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from model.attention import Seqlen
+from model.attention import Seqlen, create_attention
 from tests.model.kernels.interpreter import interpret_triton
 from tests.model.kernels.paged import columns, paged_cache, plain_attention
 
 interpret_triton()
 
-from model.attention.triton import TritonAttention  # noqa: E402
+from model.attention import triton as backend_module  # noqa: E402
+from model.attention.triton import TritonAttention, choose_tilings  # noqa: E402
 from model.config import ModelConfig  # noqa: E402
 
 HEAD_DIM = 64
@@ -46,6 +47,57 @@ def test_a_step_of_single_and_longer_rows(
         part = slice(int(borders[row]), int(borders[row + 1]))
         expected = plain_attention(query[part].reshape(-1, 4, HEAD_DIM), keys, values, window)
         torch.testing.assert_close(out[part].reshape(expected.shape).double(), expected, atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_tilings_of_a_hopper_gpu_give_the_same_numbers(
+    window: int | None, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "_capability", lambda device: (9, 0))
+    backend, cached, new = TritonAttention(config), [140, 3], [1, 130]
+    seqlen = make_seqlen(cached, new)
+    cache = paged_cache(seqlen.context_lengths.tolist(), 1, 128, backend.block_size, torch.bfloat16)
+    prefill, decode = backend_module.tilings_for(cache.k_cache)
+    assert prefill.use_descriptors
+    assert decode.block_n == 128
+    query = columns(131, 2 * 128, torch.bfloat16)
+    out = columns(131, 2 * 128, torch.bfloat16, fill=float("nan"))
+    borders = torch.tensor([0, 1, 131], dtype=torch.int32)
+    backend.forward(query, cache.k_cache, cache.v_cache, cache.block_tables, borders, seqlen, window, out)
+    for part, keys, values in zip((slice(0, 1), slice(1, 131)), cache.keys, cache.values, strict=True):
+        expected = plain_attention(query[part].reshape(-1, 2, 128), keys, values, window)
+        torch.testing.assert_close(out[part].reshape(expected.shape).double(), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size", "capability", "has_descriptors", "keys_a_tile"),
+    [
+        (torch.bfloat16, 128, 256, (9, 0), True, 128),
+        (torch.bfloat16, 128, 64, (9, 0), True, 64),  # a decode tile of 128 would span two blocks
+        (torch.bfloat16, 128, 32, (9, 0), False, 64),
+        (torch.bfloat16, 128, 128, (8, 0), False, 128),  # no copy engine before Hopper
+        (torch.bfloat16, 64, 128, (10, 0), True, 64),
+        (torch.bfloat16, 96, 128, (9, 0), False, 64),
+        (torch.bfloat16, 256, 128, (9, 0), False, 64),  # 128 registers do not hold it
+        (torch.bfloat16, 8, 128, (9, 0), False, 64),  # narrower than a tile of the tensor cores
+        (torch.float32, 128, 128, (9, 0), False, 64),
+    ],
+)
+def test_fast_tilings_are_chosen_only_where_the_kernels_can_run_them(
+    dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    capability: tuple[int, int],
+    has_descriptors: bool,
+    keys_a_tile: int,
+) -> None:
+    prefill, decode = choose_tilings(dtype, head_dim, block_size, capability)
+    assert (prefill.use_descriptors, prefill.max_registers == 128) == (has_descriptors, has_descriptors)
+    assert decode.block_n == keys_a_tile
+
+
+def test_auto_is_triton_on_a_gpu(config: ModelConfig) -> None:
+    assert create_attention("auto", config, "cuda:0").name == "triton"
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from model.kernels import gather_cache, head_norm, layer_norm, rotary_and_cache, silu_and_mul
-from tests.model.kernels.paged import columns, paged_cache
+from model.kernels import head_norm, layer_norm, rotary_and_cache, silu_and_mul
+from tests.model.kernels.paged import columns
 
 DTYPES = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2)]
 NAN = float("nan")
@@ -88,15 +88,3 @@ def test_silu_and_mul_of_very_negative_gates_is_zero() -> None:
     gate_up, out = torch.tensor([[-1000.0, -100.0, 2.0, 3.0]]), torch.full((1, 2), NAN)
     silu_and_mul(gate_up, out)
     assert not out.any()
-
-
-def test_gather_cache_lines_sequences_up() -> None:
-    lengths = [1, 33, 16]
-    cache = paged_cache(lengths, 3, 32, 16)
-    starts = torch.tensor([0, 1, 34], dtype=torch.int32)
-    keys, values = torch.full((2, 52, 3, 32), NAN)
-    context_lengths = torch.tensor(lengths, dtype=torch.int32)
-    gather_cache(cache.k_cache, cache.v_cache, cache.block_tables, context_lengths, starts, 33, keys, values)
-    assert torch.equal(keys[:50], torch.cat(cache.keys))
-    assert torch.equal(values[:50], torch.cat(cache.values))
-    assert keys[50:].isnan().all()
