@@ -38,7 +38,7 @@ def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
 
         kernels.head_norm(heads, weight, eps)
         return
-    rows = heads.unflatten(-1, weight.shape)
+    rows = heads.view(-1, *weight.shape)
     normed = F.layer_norm(rows.float(), weight.shape[-1:], None, None, eps)
     rows.copy_(normed.mul_(weight.float()))
 
@@ -70,7 +70,7 @@ def rotary_and_cache(
         kernels.rotary_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, num_q_heads)
         return
     num_kv_heads, head_dim = k_cache.shape[2:]
-    heads = qkv.unflatten(-1, (-1, head_dim))
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
     if cos_sin is not None:
         rotate_pairs(heads[:, : num_q_heads + num_kv_heads], cos_sin[positions])
     write_cache(heads[:, num_q_heads:], slots, k_cache, v_cache)
@@ -83,9 +83,9 @@ def rotate_pairs(heads: torch.Tensor, cos_sin: torch.Tensor) -> None:
         heads: `[T, num_heads, D]`.
         cos_sin: float32 `[T, D]`, pairs (cos, sin).
     """
-    turn = torch.view_as_complex(cos_sin.unflatten(-1, (-1, 2))).unsqueeze(1)
+    turn = torch.view_as_complex(cos_sin.view(cos_sin.shape[0], 1, -1, 2))
     exact = heads.float()  # float32 stays the same memory, so this is then in place
-    torch.view_as_complex(exact.unflatten(-1, (-1, 2))).mul_(turn)
+    torch.view_as_complex(exact.view(*exact.shape[:2], -1, 2)).mul_(turn)
     if exact.dtype != heads.dtype:
         heads.copy_(exact)
 

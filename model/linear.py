@@ -40,6 +40,6 @@ class Linear:
 
 def can_pack(weight: torch.Tensor) -> bool:
     """Whether oneDNN multiplies with this weight here: on a CPU, in a type that the processor has instructions for."""
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

@@ -77,9 +77,7 @@ class Weights:
             raise ModelError(f"The checkpoint lacks the tensor {name}; it must have the shape {list(shape)}.")
         lazy = self._checkpoint.slice(name)
         if tuple(lazy.get_shape()) != shape:
-            raise ModelError(
-                f"{name} has the shape {list(lazy.get_shape())}, but config.json asks for {list(shape)}."
-            )
+            raise ModelError(f"{name} has the shape {list(lazy.get_shape())}, but config.json asks for {list(shape)}.")
         if lazy.get_dtype() not in STORED_DTYPES:
             raise ModelError(f"{name} is stored as {lazy.get_dtype()}; supported are {', '.join(STORED_DTYPES)}.")
         index = (rows or slice(None), columns or slice(None))[: len(shape)]

@@ -48,9 +48,9 @@ def configure(level: str, form: str) -> None:
         logging.getLogger(name).setLevel(max(logging.WARNING, logging.getLogger().level))
 
 
-def event(logger: logging.Logger, message: str, level: int = logging.INFO, **values: object) -> None:
+def event(logger: logging.Logger, message: str, **values: object) -> None:
     """Logs `message` with structured values."""
-    logger.log(level, message, extra={FIELDS: values})
+    logger.info(message, extra={FIELDS: values})
 
 
 def _values(record: logging.LogRecord) -> dict[str, object]:

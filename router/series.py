@@ -1,8 +1,8 @@
 """Counters, gauges and histograms that cost a dictionary or list access to feed.
 
 prometheus_client's own take a lock and walk the buckets at every observation; with thousands of token latencies a
-second that would be a visible part of a step. These are fed from the event loop only and read by the thread that answers a
-scrape, which sees each number whole.
+second that would be a visible part of a step. These are fed from the event loop only and read by the thread that
+answers a scrape, which sees each number whole.
 """
 
 from __future__ import annotations

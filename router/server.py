@@ -202,7 +202,7 @@ class Server:
         self._stop.set()
 
 
-class _Services(grpc.GenericRpcHandler):  # type: ignore[misc]
+class _Services(grpc.GenericRpcHandler):
     """The public services; until they are open every call of theirs is UNAVAILABLE."""
 
     def __init__(self, calls: Calls, readiness: Readiness) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import grpc
 from google.protobuf import duration_pb2
 from google.protobuf.message import Message
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from router.errors import (
     Cancelled,

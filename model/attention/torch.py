@@ -69,11 +69,12 @@ class TorchAttention:
     ) -> None:
         """One run of queries of one sequence; kv heads are the batch, their keys are shared without a copy."""
         num_kv_heads, head_dim = k_cache.shape[2:]
-        heads = query[piece.queries].unflatten(1, (num_kv_heads, -1, head_dim)).permute(1, 2, 0, 3)
+        group = query.shape[1] // (num_kv_heads * head_dim)
+        heads = query[piece.queries].view(-1, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         shape = (*heads.shape[:2], piece.places.numel(), head_dim)
         keys = k_cache.flatten(0, 1).index_select(0, piece.places).transpose(0, 1).unsqueeze(1).expand(shape)
         values = v_cache.flatten(0, 1).index_select(0, piece.places).transpose(0, 1).unsqueeze(1).expand(shape)
         mixed = F.scaled_dot_product_attention(
             heads, keys, values, attn_mask=piece.mask, is_causal=piece.mask is None, scale=self._scale
         )
-        out[piece.queries].unflatten(1, (num_kv_heads, -1, head_dim)).copy_(mixed.permute(2, 0, 1, 3))
+        out[piece.queries].view(-1, num_kv_heads, group, head_dim).copy_(mixed.permute(2, 0, 1, 3))

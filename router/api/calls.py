@@ -73,7 +73,9 @@ class Calls:
         """A handler for `package.Service/Method` that answers with what `body` returns."""
 
         async def handle(data: bytes, context: Context) -> Message | None:
-            return await self._run(method, "unary", _parser(request_type, limit), data, context, body)
+            parse = _parser(request_type, limit)
+            answer: Message | None = await self._run(method, "unary", parse, data, context, body)
+            return answer
 
         return grpc.unary_unary_rpc_method_handler(handle, response_serializer=_serialize)
 

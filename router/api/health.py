@@ -10,7 +10,6 @@ from router.errors import NotFound
 from router.readiness import Readiness
 
 SERVICE = "grpc.health.v1.Health"
-Status = health_pb2.HealthCheckResponse.ServingStatus
 
 
 class HealthService:
@@ -47,7 +46,7 @@ class HealthService:
                 continue  # The state may have changed while the message was written.
             await self._readiness.changed()
 
-    def _status(self, service: str) -> health_pb2.HealthCheckResponse.ServingStatus.ValueType:
+    def _status(self, service: str) -> int:
         if service and service not in self._services:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         if service and not self._readiness.is_ready:

@@ -128,6 +128,10 @@ class Requests:
             if not timer.expired():
                 raise
             raise DeadlineExceeded("the deadline passed before the answer was complete") from None
+        except asyncio.CancelledError:
+            if call.deadline_s is not None and time.monotonic() >= call.deadline_s:
+                record.code = "DEADLINE_EXCEEDED"  # gRPC's own timer was first.
+            raise
         except Exception:
             record.code = "INTERNAL"
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -22,7 +23,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     is_well = True
     with channel(args) as opened:
-        stub = health_pb2_grpc.HealthStub(opened)
+        stub: Any = health_pb2_grpc.HealthStub(opened)  # Its methods are not in its type.
         for name in [args.only] if args.only else SERVICES:
             status = stub.Check(health_pb2.HealthCheckRequest(service=SERVICES[name]), timeout=args.timeout).status
             is_well &= status == health_pb2.HealthCheckResponse.SERVING

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import logging
 import os
+import threading
 from collections.abc import Sequence
 
 from router import logs
@@ -17,6 +18,8 @@ from router.ports import check_ports
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
+
+LEAVE_S = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -48,12 +51,22 @@ def _serve(
 ) -> int:
     from router.server import Server, ShardFailure
 
-    async def run() -> None:
-        await Server(config, facts, tokenizer, templates, shards).run()
+    async def run() -> int:
+        code = 1
+        try:
+            await Server(config, facts, tokenizer, templates, shards).run()
+            code = 0
+        except ShardFailure as failure:
+            logger.error("%s", failure)
+        finally:
+            _leave_within(LEAVE_S, code)
+        return code
 
-    try:
-        asyncio.run(run())
-    except ShardFailure as failure:
-        logger.error("%s", failure)
-        return 1
-    return 0
+    return asyncio.run(run())
+
+
+def _leave_within(seconds: float, code: int) -> None:
+    """Ends the process when what is left of it, gRPC's threads and prompts being encoded, does not end by itself."""
+    timer = threading.Timer(seconds, os._exit, (code,))
+    timer.daemon = True
+    timer.start()
