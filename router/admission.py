@@ -18,10 +18,10 @@ class Admission:
     def enter(self, num_prompt_tokens: int, load: Load) -> Place:
         """A place in the queue. Raises Unavailable when it is full; a lone request always enters."""
         limit = self._max_num_queued_reqs
-        # A request that arrived a moment ago still counts as waiting though the next step takes it.
-        is_batch_full = load.num_running + load.num_waiting >= self._max_num_seqs
-        if limit and is_batch_full and load.num_waiting >= limit:
-            raise Unavailable(f"the queue is full: {load.num_waiting} sequences wait, the limit is {limit}")
+        # What arrived a moment ago counts as waiting though the next step takes it, as far as there is room.
+        num_queued = load.num_running + load.num_waiting - self._max_num_seqs
+        if limit and num_queued >= limit:
+            raise Unavailable(f"the queue is full: {num_queued} sequences wait, the limit is {limit}")
         limit = self._max_num_queued_tokens
         if limit and self.num_queued_tokens and self.num_queued_tokens + num_prompt_tokens > limit:
             raise Unavailable(f"the queue is full: {self.num_queued_tokens} prompt tokens wait, the limit is {limit}")

@@ -13,7 +13,6 @@ class Readiness:
     def __init__(self, reason: str = "the model is loading") -> None:
         self.is_ready = False
         self._reason = reason
-        self._change = asyncio.Event()
 
     def set_ready(self) -> None:
         """Requests are taken from now on."""
@@ -36,4 +35,3 @@ class Readiness:
 
     def _wake(self) -> None:
         self._change.set()
-        self._change = asyncio.Event()

@@ -20,7 +20,7 @@ from google.protobuf.message import DecodeError, Message
 
 from router.errors import ContextLengthExceeded, InternalError, InvalidArgument, RequestError, Unavailable
 from router.metrics import Metrics
-from router.status import to_status
+from router.status import Status, to_status
 from router.validation import MAX_REQUEST_ID_BYTES
 
 logger = logging.getLogger(__name__)
@@ -126,29 +126,43 @@ class Calls:
         if not is_watch:
             self._active.add(task)
             self._idle.clear()
-        self._metrics.rpc_started(method, kind)
-        code = "CANCELLED"
         try:
-            try:
-                request = parse(data)
-                call.request_id = _request_id(request) or call.request_id
-                answer = await body(request, call)
-                code = "OK"
-                return answer
-            except BaseException as error:
-                status = to_status(self._as_request_error(error, call, task))
-            code = status.code.name
-            await context.abort(status.code, status.text, status.trailing_metadata)
-        except asyncio.CancelledError:
-            remaining = context.time_remaining()
-            code = "DEADLINE_EXCEEDED" if remaining is not None and remaining <= 0 else "CANCELLED"
-            raise
+            answer, status = await self._outcome(call, kind, parse, data, body, task)
+            if status is not None:
+                await context.abort(status.code, status.text, status.trailing_metadata)
+            return answer
         finally:
-            self._metrics.rpc_handled(method, code, kind)
             self._cut.discard(task)
             self._active.discard(task)
             if not self._active:
                 self._idle.set()
+
+    async def _outcome(
+        self,
+        call: Call,
+        kind: str,
+        parse: Callable[[bytes], Any],
+        data: bytes,
+        body: Callable[[Any, Call], Awaitable[Any]],
+        task: asyncio.Task[Any],
+    ) -> tuple[Any, Status | None]:
+        """The body's answer, or the status that takes its place; counted before the caller hears of it."""
+        self._metrics.rpc_started(call.method, kind)
+        code = "CANCELLED"
+        try:
+            request = parse(data)
+            call.request_id = _request_id(request) or call.request_id
+            answer = await body(request, call)
+            code = "OK"
+            return answer, None
+        except BaseException as error:
+            status = to_status(self._as_request_error(error, call, task))
+            code = status.code.name
+            return None, status
+        finally:
+            if code == "CANCELLED" and call.deadline_s is not None and time.monotonic() >= call.deadline_s:
+                code = "DEADLINE_EXCEEDED"
+            self._metrics.rpc_handled(call.method, code, kind)
 
     def _as_request_error(self, error: BaseException, call: Call, task: asyncio.Task[Any]) -> RequestError:
         """What to tell the caller; raises again where there is no caller left."""

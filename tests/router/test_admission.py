@@ -11,8 +11,11 @@ from router.messages import Load
 
 def test_a_full_queue_refuses_and_a_free_batch_does_not() -> None:
     admission = Admission(max_num_seqs=4, max_num_queued_reqs=2, max_num_queued_tokens=0)
-    admission.enter(10, Load(0, 3, 0.0))  # They wait for the next step, which has room.
+    admission.enter(10, Load(0, 4, 0.0))  # They wait for the next step, which has room for all.
+    admission.enter(10, Load(1, 4, 0.0))
     admission.enter(10, Load(4, 1, 0.9))
+    with pytest.raises(Unavailable, match="2 sequences wait, the limit is 2"):
+        admission.enter(10, Load(2, 4, 0.0))
     with pytest.raises(Unavailable, match="2 sequences wait, the limit is 2"):
         admission.enter(10, Load(4, 2, 0.9))
 

@@ -164,7 +164,7 @@ def test_shard_addresses_are_a_list_in_every_source(tmp_path: Path) -> None:
 
 
 def test_the_effective_configuration_is_a_file_that_gives_it_again(tmp_path: Path) -> None:
-    config = load_config(["--model", "m", "--port", "0", "--no-vllm-metric-aliases", "--shard-addresses", "a:1,b:2"], {})
+    config = load_config(["--model", "m", "--port", "0", "--no-vllm-metric-aliases", "--shard-addresses", "a:1,b"], {})
     path = tmp_path / "cohort.yaml"
     path.write_text(yaml.safe_dump(effective(config)))
     assert load_config(["--config", str(path)], {}) == config

@@ -145,9 +145,7 @@ def test_buckets_count_as_prometheus_own_histogram(seconds: list[float]) -> None
         metrics.token_latency(second)
         oracle.observe(second)
     ours = {s.labels["le"]: s.value for s in metrics.itl.family().samples if s.name.endswith("_bucket")}
-    theirs = {
-        s.labels["le"]: s.value for f in registry.collect() for s in f.samples if s.name.endswith("_bucket")
-    }
+    theirs = {s.labels["le"]: s.value for f in registry.collect() for s in f.samples if s.name.endswith("_bucket")}
     assert {float(end): count for end, count in ours.items()} == {float(end): count for end, count in theirs.items()}
 
 

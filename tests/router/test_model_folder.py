@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def change(folder: Path, name: str, **values: Any) -> None:
+def change(folder: Path, name: str, **values: object) -> None:
     path = folder / name
     content = json.loads(path.read_text()) if path.exists() else {}
     path.write_text(json.dumps(content | values))

@@ -30,8 +30,8 @@ ADMITTED = validation.Admitted(key=1, request_id="id", random_seed=77, arrival_s
 NAN, INF = math.nan, math.inf
 
 
-def build(prompt: int = 3, limits: Limits = LIMITS, is_unary: bool = True, **fields: Any) -> Submission:
-    request = GenerationRequest(**fields)
+def build(prompt: int = 3, limits: Limits = LIMITS, is_unary: bool = True, **fields: object) -> Submission:
+    request = GenerationRequest(**fields)  # type: ignore[arg-type]
     validation.check_fields(request, limits)
     return validation.build(request, [9] * prompt, ADMITTED, limits, is_unary)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ FACTS = read_model_facts(DEMO)
 class Edge:
     """A client of the server, and what is behind it."""
 
+    port: int
     channel: grpc.aio.Channel
     link: FakeLink
     application: Application
@@ -63,13 +64,17 @@ class Edge:
         answer: model_pb2.GetLoadResponse = await self.model.GetLoad(model_pb2.GetLoadRequest(), timeout=TIMEOUT_S)
         return answer
 
+    async def until(self, condition: Callable[[model_pb2.GetLoadResponse], bool]) -> None:
+        """Waits for a load that is as asked."""
+        async with asyncio.timeout(TIMEOUT_S):
+            while not condition(await self.load()):  # noqa: ASYNC110 (nothing tells of it)
+                await asyncio.sleep(0.001)
+
     async def assert_idle(self) -> None:
         """Nothing runs, nothing waits, every block is free and accounted for."""
-        async with asyncio.timeout(TIMEOUT_S):
-            while (load := await self.load()).num_running or load.num_waiting or load.kv_cache_usage:
-                await asyncio.sleep(0.001)
-            while not self.application._engine._scheduler.is_idle:  # noqa: ASYNC110 (answers still under way)
-                await asyncio.sleep(0.001)
+        await self.until(lambda load: not (load.num_running or load.num_waiting or load.kv_cache_usage))
+        # Answers of steps may still be under way.
+        await self.until(lambda _: self.application._engine._scheduler.is_idle)
         self.application._engine._scheduler.check_integrity()
 
     async def assert_serves(self) -> None:
@@ -85,12 +90,15 @@ class Edge:
 
 @contextlib.asynccontextmanager
 async def edge(
-    step_s: float = 0.0, info: dict[str, Any] | None = None, channel_options: Any = (), **settings: Any
+    step_s: float = 0.0,
+    info: dict[str, Any] | None = None,
+    channel_options: Sequence[tuple[str, int]] = (),
+    **settings: object,
 ) -> AsyncIterator[Edge]:
     """A ready edge; `info` changes the shards' facts, `settings` the configuration."""
     facts: ShardInfo = dataclasses.replace(INFO, vocab_size=TOKENIZER.vocab_size, **(info or {}))
     link = FakeLink(FakeShards(facts), step_s=step_s)
-    config = RouterConfig(model=str(DEMO), served_model_name="command", **settings)
+    config = RouterConfig(model=str(DEMO), served_model_name="command", **settings)  # type: ignore[arg-type]
     metrics, readiness = Metrics("command", config.vllm_metric_aliases), Readiness()
     calls = Calls(metrics)
     application = Application(config, FACTS, TOKENIZER, TEMPLATES, link, readiness, metrics)  # type: ignore[arg-type]
@@ -103,27 +111,28 @@ async def edge(
     engine = asyncio.create_task(application.run())
     options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1), *channel_options]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", options) as channel:
-        yield Edge(channel, link, application, calls, readiness, metrics, engine)
+        yield Edge(port, channel, link, application, calls, readiness, metrics, engine)
     await server.stop(0)
     engine.cancel()
     await asyncio.wait((engine,))
     await application.close()
 
 
-def plain(max_tokens: int = 8, **fields: Any) -> pb.GenerateRequest:
+def plain(max_tokens: int = 8, **fields: object) -> pb.GenerateRequest:
     """A prompt of three ids, never ended by a token."""
     stopping = pb.StoppingParams(max_tokens=max_tokens, ignore_eos=True)
-    return pb.GenerateRequest(**({"token_ids": pb.TokenIds(ids=[9, 10, 11]), "stopping": stopping} | fields))
+    values = {"token_ids": pb.TokenIds(ids=[9, 10, 11]), "stopping": stopping} | fields
+    return pb.GenerateRequest(**values)  # type: ignore[arg-type]
 
 
 def streamed(request: pb.GenerateRequest) -> pb.GenerateStreamRequest:
     return pb.GenerateStreamRequest(request=request)
 
 
-async def failure(call: Any) -> grpc.aio.AioRpcError:
+async def failure(call: Awaitable[object] | AsyncIterable[object]) -> grpc.aio.AioRpcError:
     """The error that ends a unary call or a stream."""
     try:
-        if hasattr(call, "__aiter__"):
+        if isinstance(call, AsyncIterable):
             async for _ in call:
                 pass
         else:
@@ -135,6 +144,7 @@ async def failure(call: Any) -> grpc.aio.AioRpcError:
 
 def details(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     """The google.rpc details of a failed call by the message's name."""
+
     class Sync:
         code, details = staticmethod(error.code), staticmethod(error.details)
         trailing_metadata = staticmethod(lambda: tuple(error.trailing_metadata()))

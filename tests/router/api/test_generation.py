@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
 
 import grpc
 import pytest
@@ -91,8 +90,7 @@ async def test_a_lagging_reader_gets_everything_and_holds_up_nobody() -> None:
         for _ in range(20):
             answer = await server.generation.Generate(plain(max_tokens=3), timeout=TIMEOUT_S)
             assert answer.usage.completion_tokens == 3
-        while (await server.load()).num_running:
-            await asyncio.sleep(0.001)  # Its tokens are all there before it is read.
+        await server.until(lambda load: load.num_running == 0)  # Its tokens are all there before it is read.
         events = [first, *[event async for event in reading]]
         assert len(events) < 700, "deltas that wait are merged"
         unary = await server.generation.Generate(request, timeout=TIMEOUT_S * 2)
@@ -137,8 +135,7 @@ async def test_a_caller_that_leaves_frees_its_blocks_at_once() -> None:
 async def test_a_full_queue_is_unavailable_with_a_time_to_come_back() -> None:
     async with edge(step_s=0.01, info={"max_num_seqs": 1}, max_num_queued_reqs=1) as server:
         running = [server.generation.Generate(plain(max_tokens=60), timeout=TIMEOUT_S) for _ in range(2)]
-        while (await server.load()).num_waiting < 1 or (await server.load()).num_running < 1:
-            await asyncio.sleep(0.001)
+        await server.until(lambda load: load.num_waiting == load.num_running == 1)
         error = await failure(server.generation.Generate(plain(), timeout=TIMEOUT_S))
         assert error.code() == grpc.StatusCode.UNAVAILABLE and "the limit is 1" in error.details()
         assert details(error)["RetryInfo"].retry_delay.seconds >= 1
@@ -167,8 +164,7 @@ async def test_calls_that_are_cut_end_with_unavailable() -> None:
             server.generation.Generate(plain(max_tokens=100), timeout=TIMEOUT_S),
             server.generation.GenerateStream(streamed(plain(max_tokens=100)), timeout=TIMEOUT_S),
         ]
-        while (await server.load()).num_running < 2:
-            await asyncio.sleep(0.001)
+        await server.until(lambda load: load.num_running == 2)
         server.calls.cut("the server is shutting down")
         for call in calls:
             error = await failure(call)
@@ -192,7 +188,7 @@ async def test_lost_shards_end_running_and_later_calls_with_unavailable() -> Non
 async def test_an_exceptions_text_stays_in_the_log_under_the_requests_id(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def break_down(*_: Any) -> list[int]:
+    def break_down(*_: object) -> list[int]:
         raise ValueError("a secret path")
 
     async with edge() as server:
@@ -211,7 +207,7 @@ async def test_an_exceptions_text_stays_in_the_log_under_the_requests_id(
 async def test_a_wait_that_is_cancelled_inside_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     async with edge() as server:
 
-        async def cancelled(*_: Any) -> list[int]:
+        async def cancelled(*_: object) -> list[int]:
             raise asyncio.CancelledError
 
         monkeypatch.setattr(server.application._pool, "run", cancelled)
@@ -243,9 +239,7 @@ async def test_a_field_from_the_future_is_refused_not_ignored(field: bytes) -> N
 async def test_log_and_metrics_account_for_every_request(caplog: pytest.LogCaptureFixture) -> None:
     async with edge() as server:
         with caplog.at_level(logging.INFO, logger="router.api.requests"):
-            answers = [
-                await server.generation.Generate(plain(max_tokens=k, n=k), timeout=TIMEOUT_S) for k in (1, 2, 3)
-            ]
+            answers = [await server.generation.Generate(plain(max_tokens=k, n=k), timeout=TIMEOUT_S) for k in (1, 2, 3)]
             await failure(server.generation.Generate(plain(model="other"), timeout=TIMEOUT_S))
         records = [record.cohort_fields for record in caplog.records if record.message == "request ended"]
         assert [record["code"] for record in records] == ["OK", "OK", "OK", "NOT_FOUND"]
