@@ -23,7 +23,8 @@ KVCache = list[tuple[torch.Tensor, torch.Tensor]]
 class StepInputs:
     """What every layer of a step reads beside its hidden states; see FlashCohereForCausalLM.forward."""
 
-    positions: torch.Tensor
+    positions: torch.Tensor | None
+    cos_sin: torch.Tensor
     cu_seqlens_q: torch.Tensor | None
     block_tables: torch.Tensor
     slots: torch.Tensor
@@ -53,7 +54,6 @@ class FlashCohereAttention:
         config: ModelConfig,
         weights: WeightSource,
         layer: int,
-        rotary: CohereRotary,
         backend: AttentionBackend,
     ) -> None:
         """Takes q_norm and k_norm under `prefix` where the configuration has them; the products are the layer's."""
@@ -63,7 +63,7 @@ class FlashCohereAttention:
         self.query_size = self.num_heads * config.head_dim
         self.key_size = (kv_heads.stop - kv_heads.start) * config.head_dim
         self.window = config.window(layer)
-        self.cos_sin = rotary.cos_sin if config.has_rotary(layer) else None
+        self.has_rotary = config.has_rotary(layer)
         self.eps = config.layer_norm_eps
         self.backend = backend
         self.q_norm = self.k_norm = None
@@ -81,7 +81,8 @@ class FlashCohereAttention:
             layers.head_norm(query, self.q_norm, self.eps)
             layers.head_norm(qkv[:, self.query_size : self.query_size + self.key_size], self.k_norm, self.eps)
         k_cache, v_cache = kv_cache if step.selective is None else step.selective.scratch(kv_cache)
-        layers.rotary_and_cache(qkv, step.positions, self.cos_sin, step.slots, k_cache, v_cache, self.num_heads)
+        cos_sin = step.cos_sin if self.has_rotary else None
+        layers.rotary_and_cache(qkv, step.positions, cos_sin, step.slots, k_cache, v_cache, self.num_heads)
         if step.selective is not None:
             step.selective.keep(kv_cache)
         self.backend.forward(
@@ -106,13 +107,12 @@ class FlashCohereLayer:
         config: ModelConfig,
         weights: WeightSource,
         layer: int,
-        rotary: CohereRotary,
         backend: AttentionBackend,
     ) -> None:
         """Takes every tensor under `prefix`."""
         self.parallel = weights.parallel
         self.input_layernorm = CohereLayerNorm(f"{prefix}.input_layernorm", config, weights)
-        self.self_attn = FlashCohereAttention(f"{prefix}.self_attn", config, weights, layer, rotary, backend)
+        self.self_attn = FlashCohereAttention(f"{prefix}.self_attn", config, weights, layer, backend)
         self.mlp = CohereMLP()
         self.input_projection = _input_projection(prefix, config, weights)
         self.output_projection = _output_projection(prefix, config, weights)
@@ -138,7 +138,7 @@ class FlashCohereModel:
         self.embed_tokens = VocabularyEmbedding(f"{prefix}.embed_tokens", config, weights)
         self.rotary = CohereRotary(config.head_dim, config.rope_theta, config.longest_context, weights.device)
         self.layers = [
-            FlashCohereLayer(f"{prefix}.layers.{layer}", config, weights, layer, self.rotary, backend)
+            FlashCohereLayer(f"{prefix}.layers.{layer}", config, weights, layer, backend)
             for layer in range(config.num_hidden_layers)
         ]
         self.norm = CohereLayerNorm(f"{prefix}.norm", config, weights)
@@ -216,7 +216,8 @@ class FlashCohereForCausalLM:
         if prefill_cache_indices is not None:
             selective = SelectiveCache(prefill_cache_indices, slots, seqlen, self.attention.block_size)
             block_tables, slots = selective.block_tables, selective.slots
-        step = StepInputs(position_ids, cu_seqlen_prefill, block_tables, slots, seqlen, selective)
+        cos_sin, positions = self.model.rotary.for_step(position_ids)
+        step = StepInputs(positions, cos_sin, cu_seqlen_prefill, block_tables, slots, seqlen, selective)
         hidden_states = self.model.forward(input_ids, kv_cache, step)
         if lm_head_indices is not None:
             hidden_states = hidden_states[lm_head_indices]

@@ -45,7 +45,7 @@ def head_norm(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
 
 def rotary_and_cache(
     qkv: torch.Tensor,
-    positions: torch.Tensor,
+    positions: torch.Tensor | None,
     cos_sin: torch.Tensor | None,
     slots: torch.Tensor,
     k_cache: torch.Tensor,
@@ -58,7 +58,7 @@ def rotary_and_cache(
 
     Args:
         qkv: `[T, (Hq + 2 Hkv) * D]` columns. The k part may be rotated in place as well; nobody reads it after.
-        positions: int64 `[T]`.
+        positions: int64 `[T]`, rows of cos_sin; None: cos_sin has one row for each token already (on a CPU only).
         cos_sin: float32 `[max_positions, D]` with cos of pair i at 2i and sin at 2i + 1; None: no position encoding.
         slots: int64 `[T]`, block * block_size + offset; always a real place (padding goes to block 0).
         k_cache, v_cache: `[num_blocks, block_size, Hkv, D]`.
@@ -67,12 +67,14 @@ def rotary_and_cache(
     if qkv.is_cuda:
         from model import kernels
 
+        assert positions is not None, "a kernel reads the whole table"
         kernels.rotary_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, num_q_heads)
         return
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     if cos_sin is not None:
-        rotate_pairs(heads[:, : num_q_heads + num_kv_heads], cos_sin[positions])
+        turns = cos_sin if positions is None else cos_sin[positions]
+        rotate_pairs(heads[:, : num_q_heads + num_kv_heads], turns)
     write_cache(heads[:, num_q_heads:], slots, k_cache, v_cache)
 
 

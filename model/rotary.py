@@ -19,3 +19,12 @@ class CohereRotary:
         angles = torch.outer(torch.arange(max_positions, dtype=torch.float32, device=device), frequencies)
         # float32 [max_positions, head_dim]: cos of pair i at 2i, its sin at 2i + 1
         self.cos_sin = torch.stack((angles.cos(), angles.sin()), dim=-1).flatten(1)
+
+    def for_step(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The `cos_sin` and `positions` that each layer passes to `layers.rotary_and_cache`, int64 `[T]` positions.
+
+        A kernel reads the table itself. On a CPU the rows are looked up here, once for all layers.
+        """
+        if positions.is_cuda:
+            return self.cos_sin, positions
+        return self.cos_sin.index_select(0, positions), None

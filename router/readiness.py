@@ -13,6 +13,7 @@ class Readiness:
     def __init__(self, reason: str = "the model is loading") -> None:
         self.is_ready = False
         self._reason = reason
+        self._change = asyncio.Event()
 
     def set_ready(self) -> None:
         """Requests are taken from now on."""
@@ -35,3 +36,4 @@ class Readiness:
 
     def _wake(self) -> None:
         self._change.set()
+        self._change = asyncio.Event()

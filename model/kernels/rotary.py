@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import triton.language as tl
 
@@ -16,6 +18,7 @@ def _rotary_and_cache_kernel(
     slots: tl.tensor,
     k_cache: tl.tensor,
     v_cache: tl.tensor,
+    num_tokens: tl.tensor,
     qkv_stride: tl.tensor,
     k_slot_stride: tl.tensor,
     v_slot_stride: tl.tensor,
@@ -24,33 +27,56 @@ def _rotary_and_cache_kernel(
     NUM_KV: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     IS_ROTATED: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_H: tl.constexpr,
-    HALF: tl.constexpr,
+    BLOCK_D: tl.constexpr,
 ) -> None:
-    """One token, BLOCK_H heads: | q heads 0..NUM_Q | k heads ..+NUM_KV | v heads ..+NUM_KV |."""
+    """BLOCK_T tokens, BLOCK_H heads: | q heads 0..NUM_Q | k heads ..+NUM_KV | v heads ..+NUM_KV |.
+
+    A tile `[BLOCK_T, BLOCK_H, BLOCK_D]` is read and written as it lies, several numbers a thread, and taken apart into
+    pairs only in registers.
+    """
     wait_for_inputs()
-    token = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    is_token = token < num_tokens
+    token = token.to(tl.int64)
     head = FIRST_HEAD + tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    # [BLOCK_H, HALF, 2]: a head's pairs
-    column = 2 * tl.arange(0, HALF)[:, None] + tl.arange(0, 2)[None, :]
-    inside = (head < NUM_Q + 2 * NUM_KV)[:, None, None] & (column < HEAD_DIM)[None, :, :]
-    places = qkv + token * qkv_stride + (head * HEAD_DIM)[:, None, None] + column[None, :, :]
-    pairs = tl.load(places, mask=inside, other=0.0)
-    is_turned = head < NUM_Q + NUM_KV
+    column = tl.arange(0, BLOCK_D)
+    is_column = (column < HEAD_DIM)[None, None, :]
+    inside = is_token[:, None, None] & (head < NUM_Q + 2 * NUM_KV)[None, :, None] & is_column
+    offsets = (head * HEAD_DIM)[None, :, None] + column[None, None, :]
+    places = qkv + (token * qkv_stride)[:, None, None] + offsets
+    values = tl.load(places, mask=inside, other=0.0)
+    is_turned = (head < NUM_Q + NUM_KV)[None, :, None]
     if IS_ROTATED:
-        angle = cos_sin + tl.load(positions + token) * HEAD_DIM + 2 * tl.arange(0, HALF)
-        has_angle = 2 * tl.arange(0, HALF) < HEAD_DIM
-        cos = tl.load(angle, mask=has_angle, other=1.0)[None, :]
-        sin = tl.load(angle + 1, mask=has_angle, other=0.0)[None, :]
-        even, odd = tl.split(pairs.to(tl.float32))
-        turned = tl.join(even * cos - odd * sin, odd * cos + even * sin).to(qkv.dtype.element_ty)
-        pairs = tl.where(is_turned[:, None, None], turned, pairs)
-        tl.store(places, pairs, mask=inside & (head < NUM_Q)[:, None, None])
-    slot = tl.load(slots + token)
-    k_offset = slot * k_slot_stride + ((head - NUM_Q) * HEAD_DIM)[:, None, None] + column[None, :, :]
-    v_offset = slot * v_slot_stride + ((head - NUM_Q - NUM_KV) * HEAD_DIM)[:, None, None] + column[None, :, :]
-    tl.store(k_cache + k_offset, pairs, mask=inside & ((head >= NUM_Q) & is_turned)[:, None, None])
-    tl.store(v_cache + v_offset, pairs, mask=inside & (head >= NUM_Q + NUM_KV)[:, None, None])
+        position = tl.load(positions + token, mask=is_token, other=0)
+        angle = cos_sin + (position * HEAD_DIM)[:, None, None] + column[None, None, :]
+        angles = tl.load(angle, mask=is_token[:, None, None] & is_column, other=0.0)
+        cos, sin = tl.split(tl.reshape(angles, [BLOCK_T, 1, BLOCK_D // 2, 2]))
+        even, odd = tl.split(tl.reshape(values.to(tl.float32), [BLOCK_T, BLOCK_H, BLOCK_D // 2, 2]))
+        turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
+        turned = tl.reshape(turned, [BLOCK_T, BLOCK_H, BLOCK_D]).to(values.dtype)
+        values = tl.where(is_turned, turned, values)
+        tl.store(places, values, mask=inside & (head < NUM_Q)[None, :, None])
+    slot = tl.load(slots + token, mask=is_token, other=0)
+    k_places = k_cache + (slot * k_slot_stride)[:, None, None] + (offsets - NUM_Q * HEAD_DIM)
+    v_places = v_cache + (slot * v_slot_stride)[:, None, None] + (offsets - (NUM_Q + NUM_KV) * HEAD_DIM)
+    tl.store(k_places, values, mask=inside & (head >= NUM_Q)[None, :, None] & is_turned)
+    tl.store(v_places, values, mask=inside & (head >= NUM_Q + NUM_KV)[None, :, None])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RotaryTiling:
+    """Tokens and heads of a program (powers of two), and its warps."""
+
+    block_t: int
+    block_h: int
+    num_warps: int
+
+
+def rotary_tiling(num_tokens: int) -> RotaryTiling:
+    """Many small programs for few tokens; for many, 16 bytes a load and more than one load a thread."""
+    return RotaryTiling(1, 8, 4) if num_tokens <= 256 else RotaryTiling(1, 16, 4)
 
 
 def rotary_and_cache(
@@ -61,6 +87,7 @@ def rotary_and_cache(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     num_q_heads: int,
+    tiling: RotaryTiling | None = None,
 ) -> None:
     """Rotates q in place and writes the rotated k and the v into the paged cache; float32 maths, cast once.
 
@@ -71,21 +98,24 @@ def rotary_and_cache(
         slots: int64 `[T]`, block * block_size + offset.
         k_cache, v_cache: `[num_blocks, block_size, Hkv, D]`, blocks one after the other.
         num_q_heads: Hq.
+        tiling: None takes `rotary_tiling`.
     """
     _, block_size, num_kv_heads, head_dim = k_cache.shape
     assert k_cache.stride(0) == block_size * k_cache.stride(1) and v_cache.stride(0) == block_size * v_cache.stride(1)
-    block_h = 8 if qkv.shape[0] <= 256 else 16
+    num_tokens = qkv.shape[0]
+    if not num_tokens:
+        return
+    chosen = rotary_tiling(num_tokens) if tiling is None else tiling
     first_head = 0 if cos_sin is not None else num_q_heads  # without encoding q stays as it is
     num_heads = num_q_heads + 2 * num_kv_heads - first_head
-    if not qkv.shape[0]:
-        return
-    _rotary_and_cache_kernel[(qkv.shape[0], ceil_div(num_heads, block_h))](
+    _rotary_and_cache_kernel[(ceil_div(num_tokens, chosen.block_t), ceil_div(num_heads, chosen.block_h))](
         qkv,
         positions,
         cos_sin,
         slots,
         k_cache,
         v_cache,
+        num_tokens,
         qkv.stride(0),
         k_cache.stride(1),
         v_cache.stride(1),
@@ -94,8 +124,9 @@ def rotary_and_cache(
         NUM_KV=num_kv_heads,
         HEAD_DIM=head_dim,
         IS_ROTATED=cos_sin is not None,
-        BLOCK_H=block_h,
-        HALF=next_power_of_2(head_dim) // 2,
-        num_warps=4,
+        BLOCK_T=chosen.block_t,
+        BLOCK_H=chosen.block_h,
+        BLOCK_D=next_power_of_2(head_dim),
+        num_warps=chosen.num_warps,
         **LAUNCH,
     )

@@ -170,7 +170,6 @@ class Calls:
             return error
         if isinstance(error, asyncio.CancelledError):
             if task in self._cut:
-                task.uncancel()
                 return Unavailable(self._cut_reason)
             if task.cancelling():
                 raise error  # gRPC ends the call: its caller left or its deadline passed.

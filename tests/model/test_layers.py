@@ -93,7 +93,16 @@ def test_only_chosen_tokens_enter_the_cache_and_only_chosen_rows_have_logits(tmp
 
     def run(cache: list[tuple[torch.Tensor, torch.Tensor]], **options: torch.Tensor | bool) -> torch.Tensor:
         return model.forward(  # type: ignore[no-any-return]
-            tokens, torch.arange(5), borders, cache, tables, slots, seqlen, 5, None, **options  # type: ignore[arg-type]
+            tokens,
+            torch.arange(5),
+            borders,
+            cache,
+            tables,
+            slots,
+            seqlen,
+            5,
+            None,
+            **options,  # type: ignore[arg-type]
         )[0]
 
     with torch.inference_mode():
@@ -117,5 +126,13 @@ def test_adapter_data_is_refused_while_lora_is_not_enabled(tmp_path: Path) -> No
     seqlen = Seqlen(one, one - 1, one, 1, 1, 1)
     with pytest.raises(ValueError, match="LoRA"):
         model.forward(
-            one.long(), one.long(), None, nan_cache(model, 2), one.view(1, 1), one.long(), seqlen, 1, AdapterBatchData(one)
+            one.long(),
+            one.long(),
+            None,
+            nan_cache(model, 2),
+            one.view(1, 1),
+            one.long(),
+            seqlen,
+            1,
+            AdapterBatchData(one),
         )

@@ -183,7 +183,9 @@ def test_padding_columns_are_never_chosen_and_every_id_has_its_row(folder: Path)
     model = load(TensorParallel(), str(folder))
     own = model.lm_head.forward(torch.randn(2, 32))
     assert own.shape[1] == 264 and bool((own[:, 263:] == -torch.inf).all())
-    assert torch.equal(model.model.embed_tokens.forward(torch.tensor([262]))[0], load_file(folder / SINGLE)[EMBEDDING][262])
+    assert torch.equal(
+        model.model.embed_tokens.forward(torch.tensor([262]))[0], load_file(folder / SINGLE)[EMBEDDING][262]
+    )
 
 
 def test_ranks_that_do_not_divide_the_heads_are_refused(folder: Path) -> None:

@@ -198,12 +198,12 @@ class Memory:
         self._model = model
         self.is_full = False
 
-    def forward(self, **arguments: Any) -> Any:  # noqa: ANN401
+    def forward(self, **arguments: Any) -> Any:
         if self.is_full:
             raise torch.OutOfMemoryError("no room")
         return self._model.forward(**arguments)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
 

@@ -25,7 +25,7 @@ class PlainFlashAttn:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def fwd_kvcache(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> None:  # noqa: ANN401
+    def fwd_kvcache(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> None:
         (_, _, lengths, _, _, _, _, tables, _, out, scale, causal, left, right, softcap, _, num_splits) = rest
         assert (scale, causal, left, right, softcap, num_splits) == (HEAD_DIM**-0.5, False, -1, -1, 0.0, 0)
         assert q.shape == out.shape == (len(lengths), q.shape[1], k_cache.shape[2], HEAD_DIM)
@@ -35,7 +35,7 @@ class PlainFlashAttn:
                 out[row, member] = plain_attention(q[row, member : member + 1], keys, values, None)[0]
         self.calls.append("decode")
 
-    def varlen_fwd(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> None:  # noqa: ANN401
+    def varlen_fwd(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *rest: Any) -> None:
         (out, borders, _, lengths, _, tables, _, max_q, max_k, dropout, scale, _, causal, left, right, *_) = rest
         assert (dropout, scale, causal) == (0.0, HEAD_DIM**-0.5, True)
         assert max_k >= int(lengths.max())

@@ -106,6 +106,8 @@ async def test_a_callers_deadline_frees_its_blocks() -> None:
             server.generation.GenerateStream(streamed(plain(max_tokens=100)), timeout=0.2),
         ):
             assert (await failure(call)).code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        await server.assert_idle()
+        assert await server.metric("cohort_generation_tokens_total") < 2 * 100 * 0.75  # 20 steps fit into each.
         await server.assert_serves()
         assert await server.metric("cohort_request_failure_total", code="DEADLINE_EXCEEDED") == 2
 
@@ -128,6 +130,7 @@ async def test_a_caller_that_leaves_frees_its_blocks_at_once() -> None:
         assert (await server.load()).num_running == 4
         call.cancel()
         await server.assert_idle()
+        assert await server.metric("cohort_generation_tokens_total") < 4 * 120 / 2
         await server.assert_serves()
         assert await server.metric("cohort_request_failure_total", code="CANCELLED") == 1
 
@@ -140,6 +143,34 @@ async def test_a_full_queue_is_unavailable_with_a_time_to_come_back() -> None:
         assert error.code() == grpc.StatusCode.UNAVAILABLE and "the limit is 1" in error.details()
         assert details(error)["RetryInfo"].retry_delay.seconds >= 1
         assert [(await call).usage.completion_tokens for call in running] == [60, 60]
+        await server.assert_serves()
+
+
+async def test_prompt_tokens_wait_only_until_the_answer_begins() -> None:
+    async with edge(step_s=0.01, max_num_queued_tokens=4) as server:
+        call = server.generation.GenerateStream(streamed(plain(max_tokens=100)), timeout=TIMEOUT_S)
+        events = aiter(call)
+        while not (await anext(events)).HasField("delta"):
+            pass
+        answer = await server.generation.Generate(plain(max_tokens=1), timeout=TIMEOUT_S)
+        assert answer.usage.completion_tokens == 1
+        call.cancel()
+        await server.assert_serves()
+
+
+async def test_a_caller_that_leaves_the_queue_gives_its_place_up() -> None:
+    async with edge(step_s=0.01, info={"max_num_seqs": 1}, max_num_queued_tokens=4) as server:
+        running = server.generation.GenerateStream(streamed(plain(max_tokens=100)), timeout=TIMEOUT_S)
+        events = aiter(running)
+        while not (await anext(events)).HasField("delta"):
+            pass
+        waiting = server.generation.Generate(plain(), timeout=TIMEOUT_S)
+        await server.until(lambda load: load.num_waiting == 1)
+        error = await failure(server.generation.Generate(plain(), timeout=TIMEOUT_S))
+        assert error.code() == grpc.StatusCode.UNAVAILABLE and "3 prompt tokens wait" in error.details()
+        waiting.cancel()
+        await server.until(lambda load: load.num_waiting == 0)
+        running.cancel()
         await server.assert_serves()
 
 
