@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+HAS_ONE_ROW_KERNEL = True
+"""Whether a CUDA device multiplies a single row by our own kernel instead of cuBLAS."""
+
 
 class Linear:
     """y = x W^T + b, with one copy of W: on a CPU in oneDNN's blocked layout, elsewhere as it comes."""
@@ -15,6 +18,7 @@ class Linear:
         self.bias = bias
         self.is_packed = can_pack(weight)
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
+        self.has_one_row_form = weight.is_cuda and _has_one_row_form(weight)
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """`x [T, in]` gives a new `[T, out]`, plus `residual [T, out]` in the same pass.
@@ -31,10 +35,19 @@ class Linear:
         return out
 
     def _plain(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        if self.has_one_row_form and HAS_ONE_ROW_KERNEL and x.shape[0] == 1:
+            return self._multiply_one_row(x, residual)
         if residual is None:
             return F.linear(x, self.weight, self.bias)
         add = residual.addmm_ if residual.is_cuda else residual.addmm
         out: torch.Tensor = add(x, self.weight.t())
+        return out if self.bias is None else out.add_(self.bias)
+
+    def _multiply_one_row(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        from model.kernels.few_rows import one_row_linear  # Triton is there on a CUDA device only
+
+        out = x.new_empty((1, self.out_features)) if residual is None else residual
+        one_row_linear(x, self.weight, out, residual)
         return out if self.bias is None else out.add_(self.bias)
 
 
@@ -43,3 +56,9 @@ def can_pack(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     return weight.dtype != torch.bfloat16 or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _has_one_row_form(weight: torch.Tensor) -> bool:
+    from model.kernels.few_rows import has_one_row_form
+
+    return has_one_row_form(weight)

@@ -18,6 +18,7 @@ import torch
 
 from bench.kernels.decode import decode
 from bench.kernels.layers import layers, machine
+from bench.kernels.one_row import one_row
 from bench.kernels.prefill import prefill
 from bench.kernels.products import products
 from bench.kernels.report import Report, tried
@@ -31,6 +32,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "prefill": prefill,
     "sampling": sampling,
     "products": products,
+    "one_row": one_row,
     "step": step,
 }
 

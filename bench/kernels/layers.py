@@ -11,6 +11,9 @@ from bench.kernels.clock import BF16, bench_s, distance, normal, timed
 from bench.kernels.inputs import GEOMETRIES, HEAD_DIM, Geometry
 from bench.kernels.report import Report, tried
 from model import kernels
+from model.kernels.rotary import RotaryTiling, rotary_and_cache, rotary_tiling
+
+ROTARY_TILINGS = (RotaryTiling(1, 8, 4), RotaryTiling(1, 16, 4), RotaryTiling(1, 16, 8), RotaryTiling(4, 16, 8))
 
 
 def machine(report: Report) -> None:
@@ -51,23 +54,37 @@ def one_layer(report: Report, g: Geometry, num_rows: int) -> None:
     report.add("silu", case, "triton", seconds, 6 * active.numel(), "TB/s", distance(active, expected))
 
     qkv = projected[:, : g.qkv]
+    one_rotary(report, g, qkv, case)
+    norm_weight = normal(g.heads, HEAD_DIM)
+    query = qkv[:, : g.heads * HEAD_DIM]
+    seconds = timed(lambda _: kernels.head_norm(query, norm_weight, 1e-5), is_small)
+    report.add("headnorm", case, "triton", seconds, 4 * query.numel(), "TB/s", None)
+
+
+def one_rotary(report: Report, g: Geometry, qkv: torch.Tensor, case: str) -> None:
+    """Rotary with the cache write, in several tilings."""
+    num_rows = len(qkv)
     positions = torch.randint(0, 8192, (num_rows,), device="cuda")
     slots = torch.randperm(65536, device="cuda")[:num_rows]
     angles = torch.rand(8192, HEAD_DIM // 2, device="cuda") * 6.28
     cos_sin = torch.stack((angles.cos(), angles.sin()), -1).flatten(1).contiguous()
     k_cache, v_cache = torch.full((2, 256, 256, g.kv_heads, HEAD_DIM), float("nan"), dtype=BF16, device="cuda")
-    heads = qkv.float().reshape(num_rows, -1, HEAD_DIM).clone()
+    arguments = (positions, cos_sin, slots, k_cache, v_cache, g.heads)
     turn = torch.polar(torch.ones_like(angles), angles)[positions][:, None]
-    kernels.rotary_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, g.heads)
-    turned = torch.view_as_real(torch.view_as_complex(heads.view(num_rows, -1, HEAD_DIM // 2, 2)) * turn).flatten(2)
-    error = distance(qkv[:, : g.heads * HEAD_DIM], turned[:, : g.heads].flatten(1))
-    error += distance(k_cache.flatten(0, 1)[slots], turned[:, g.heads : -g.kv_heads])
-    error += distance(v_cache.flatten(0, 1)[slots], heads[:, -g.kv_heads :])
-    seconds = timed(
-        lambda _: kernels.rotary_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, g.heads), is_small
-    )
-    report.add("rotary", case, "triton", seconds, 4 * qkv.numel(), "TB/s", error)
-    norm_weight = normal(g.heads, HEAD_DIM)
-    query = qkv[:, : g.heads * HEAD_DIM]
-    seconds = timed(lambda _: kernels.head_norm(query, norm_weight, 1e-5), is_small)
-    report.add("headnorm", case, "triton", seconds, 4 * query.numel(), "TB/s", None)
+
+    def turn_all(tiling: RotaryTiling, _: int) -> None:
+        rotary_and_cache(qkv, *arguments, tiling)
+
+    default = rotary_tiling(num_rows)
+    for tiling in [default, *(tiling for tiling in ROTARY_TILINGS if tiling != default)]:
+        heads = qkv.float().reshape(num_rows, -1, HEAD_DIM).clone()
+        k_cache.fill_(float("nan"))
+        v_cache.fill_(float("nan"))
+        rotary_and_cache(qkv, *arguments, tiling)
+        turned = torch.view_as_real(torch.view_as_complex(heads.view(num_rows, -1, HEAD_DIM // 2, 2)) * turn).flatten(2)
+        error = distance(qkv[:, : g.heads * HEAD_DIM], turned[:, : g.heads].flatten(1))
+        error += distance(k_cache.flatten(0, 1)[slots], turned[:, g.heads : -g.kv_heads])
+        error += distance(v_cache.flatten(0, 1)[slots], heads[:, -g.kv_heads :])
+        seconds = timed(partial(turn_all, tiling), num_rows <= 256)
+        variant = f"{tiling.block_t}x{tiling.block_h} w{tiling.num_warps}" + (" default" if tiling == default else "")
+        report.add("rotary", case, variant, seconds, 4 * qkv.numel(), "TB/s", error)

@@ -12,6 +12,7 @@ from bench.kernels.peers import flash_decode, packed
 from bench.kernels.report import Report, tried
 from model import kernels
 from model.attention.triton import SplitDecode
+from model.kernels.few_rows import one_row_linear
 from model.kernels.jit import LAUNCH
 from model.kernels.sampling import Samples
 
@@ -60,20 +61,31 @@ class Step:
         pools, lengths = (self.cache.k, self.cache.v), self.seqlen.context_lengths
         flash_decode(packed(query), pools, tables, lengths, None, packed(out))
 
-    def run(self, is_flash: bool) -> None:
+    def multiply(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, has_residual: bool, is_one_row: bool
+    ) -> None:
+        """By cuBLAS or by our kernel for one row; the residual is `out` itself."""
+        if is_one_row:
+            one_row_linear(x, weight, out, out if has_residual else None)
+        elif has_residual:
+            out.addmm_(x, weight.t())
+        else:
+            torch.mm(x, weight.t(), out=out)
+
+    def run(self, is_flash: bool, is_one_row: bool = False) -> None:
         """One step: six kernels a layer, seven where flash-attn splits."""
         g = self.geometry
         for layer in range(self.NUM_LAYERS):
             kernels.layer_norm(self.x, self.weight, 1e-5, self.normed)
-            torch.mm(self.normed, self.into[layer].t(), out=self.projected)
+            self.multiply(self.normed, self.into[layer], self.projected, False, is_one_row)
             qkv = self.projected[:, : g.qkv]
             k, v = self.cache.k, self.cache.v
             kernels.rotary_and_cache(qkv, self.positions, self.cos_sin, self.slots[layer], k, v, g.heads)
             self.attend(is_flash, layer)
             kernels.silu_and_mul(self.projected[:, g.qkv :], self.joined[:, g.hidden :])
-            self.x.addmm_(self.joined, self.back[layer].t())
+            self.multiply(self.joined, self.back[layer], self.x, True, is_one_row)
         kernels.layer_norm(self.x, self.weight, 1e-5, self.normed)
-        torch.mm(self.normed, self.head.t(), out=self.logits)
+        self.multiply(self.normed, self.head, self.logits, False, is_one_row)
         kernels.sample(self.logits, self.heat, self.positions, self.positions, self.samples)
 
 
@@ -85,16 +97,19 @@ def step(report: Report) -> None:
         for is_flash in (False, True):
             for is_dependent in (True, False):
                 name = ("flash" if is_flash else "triton") + (" dependent" if is_dependent else "")
-                tried(f"step {num_rows} {name}", partial(one_step, report, whole, is_flash, is_dependent, name))
+                for is_one_row in (False, True)[: 2 if num_rows == 1 else 1]:
+                    whole_name = name + (" one-row" if is_one_row else "")
+                    composition = (is_flash, is_dependent, is_one_row, whole_name)
+                    tried(f"step {num_rows} {whole_name}", partial(one_step, report, whole, *composition))
 
 
-def one_step(report: Report, whole: Step, is_flash: bool, is_dependent: bool, name: str) -> None:
+def one_step(report: Report, whole: Step, is_flash: bool, is_dependent: bool, is_one_row: bool, name: str) -> None:
     """Times one composition."""
     num_rows = len(whole.positions)
     before = LAUNCH["launch_pdl"]
     LAUNCH["launch_pdl"] = is_dependent and before
     try:
-        seconds = replay_s(lambda _: whole.run(is_flash), inner=1, tries=15)
+        seconds = replay_s(lambda _: whole.run(is_flash, is_one_row), inner=1, tries=15)
     finally:
         LAUNCH["launch_pdl"] = before
     report.add("step", f"8b rows={num_rows}", name, seconds, num_rows, "row/s", None)

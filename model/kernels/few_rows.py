@@ -1,4 +1,4 @@
-"""A matrix times one row of activations, bound by reading the matrix once; no tensor core has a use for a single row."""
+"""A matrix times one row of activations, bound by reading the matrix once; tensor cores would not help with that."""
 
 from __future__ import annotations
 
@@ -7,49 +7,51 @@ import dataclasses
 import torch
 import triton.language as tl
 
-from model.kernels.jit import LAUNCH, ceil_div, jit, wait_for_inputs
+from model.kernels.jit import LAUNCH, ceil_div, jit, next_power_of_2, wait_for_inputs
 
-MAX_ROWS = 1
-"""Rows from which on tensor cores are as fast."""
-THREAD_NUMBERS = 8
-"""Numbers of 16 bits in a thread's widest load."""
+SHORT_PROGRAM_COLUMNS = 16384
+"""Columns above which programs of two columns fill the device many times over."""
+LANE_PAIRS = tl.constexpr(4)
+"""Pairs of numbers in a thread's widest load, 16 bytes."""
 
 
 @jit
 def _tile(
-    weight_rows: tl.tensor,
-    is_column: tl.tensor,
-    depth: tl.tensor,
-    DEPTH: tl.constexpr,
-    IS_MASKED: tl.constexpr,
+    weight_rows: tl.tensor, is_column: tl.tensor, pair: tl.tensor, NUM_PAIRS: tl.constexpr, IS_MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Weights `[BLOCK_N, BLOCK_K]`, which no one reads again before the next step: they leave the caches first."""
-    places = weight_rows + depth[None, :]
+    """Weights `[BLOCK_N, BLOCK_P]`, which no one reads again before the next step: they leave the caches first."""
+    places = weight_rows + pair[None, :]
     if IS_MASKED:
-        inside = is_column[:, None] & (depth < DEPTH)[None, :]
-        weights = tl.load(places, mask=inside, other=0.0, eviction_policy="evict_first")
+        inside = is_column[:, None] & (pair < NUM_PAIRS)[None, :]
+        weights = tl.load(places, mask=inside, other=0, eviction_policy="evict_first")
     else:
         weights = tl.load(places, eviction_policy="evict_first")
     return weights
 
 
 @jit
-def _piece(x: tl.tensor, depth: tl.tensor, DEPTH: tl.constexpr, BLOCK_K: tl.constexpr) -> tl.tensor:
-    """The activations `[BLOCK_K]` that a tile of weights is multiplied with."""
-    if DEPTH % BLOCK_K == 0:
-        piece = tl.load(x + depth)
-    else:
-        piece = tl.load(x + depth, mask=depth < DEPTH, other=0.0)
-    return piece
+def _piece(x: tl.tensor, pair: tl.tensor, NUM_PAIRS: tl.constexpr, BLOCK_P: tl.constexpr) -> tl.tensor:
+    """The activations `[BLOCK_P]` that a tile of weights is multiplied with."""
+    return tl.load(x + pair) if NUM_PAIRS % BLOCK_P == 0 else tl.load(x + pair, mask=pair < NUM_PAIRS, other=0)
 
 
 @jit
-def _products(
-    piece: tl.tensor, weights: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LANE: tl.constexpr
-) -> tl.tensor:
-    """Sums `[BLOCK_N, BLOCK_K / LANE]` of the products that lie in one thread, in float32."""
-    products = weights.to(tl.float32) * piece.to(tl.float32)[None, :]
-    return tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // LANE, LANE]), 2)
+def _low(pairs: tl.tensor) -> tl.tensor:
+    """The first of two bfloat16, which are the upper halves of float32."""
+    return (pairs << 16).to(tl.float32, bitcast=True)
+
+
+@jit
+def _high(pairs: tl.tensor) -> tl.tensor:
+    """The second of two bfloat16."""
+    return (pairs & -65536).to(tl.float32, bitcast=True)
+
+
+@jit
+def _products(piece: tl.tensor, weights: tl.tensor, BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr) -> tl.tensor:
+    """Sums `[BLOCK_N, BLOCK_P / LANE_PAIRS]` of the products that lie in one thread, in float32."""
+    products = _low(weights) * _low(piece)[None, :] + _high(weights) * _high(piece)[None, :]
+    return tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_P // LANE_PAIRS, LANE_PAIRS]), 2)
 
 
 @jit
@@ -60,33 +62,32 @@ def _one_row_kernel(
     out: tl.tensor,
     weight_stride: tl.tensor,
     NUM_COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    NUM_PAIRS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    LANE: tl.constexpr,
+    BLOCK_P: tl.constexpr,
 ) -> None:
     """BLOCK_N columns of the result. A tile of weights is always on its way while the one before is multiplied.
 
-    Weights come from no kernel before this one, so the first tile is asked for before the inputs are waited for.
+    x and the weights come as pairs of bfloat16 in an int32, which wait in half the registers. Weights come from no
+    kernel before this one, so the first tile is asked for before the inputs are waited for.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    depth = tl.arange(0, BLOCK_K)
+    pair = tl.arange(0, BLOCK_P)
     is_column = column < NUM_COLUMNS
-    is_masked: tl.constexpr = NUM_COLUMNS % BLOCK_N != 0 or DEPTH % BLOCK_K != 0
-    last: tl.constexpr = ((DEPTH - 1) // BLOCK_K) * BLOCK_K
+    is_masked: tl.constexpr = NUM_COLUMNS % BLOCK_N != 0 or NUM_PAIRS % BLOCK_P != 0
     weight_rows = weight + column.to(tl.int64)[:, None] * weight_stride
-    weights = _tile(weight_rows, is_column, depth, DEPTH, is_masked)
+    weights = _tile(weight_rows, is_column, pair, NUM_PAIRS, is_masked)
     wait_for_inputs()
-    piece = _piece(x, depth, DEPTH, BLOCK_K)
-    acc = tl.zeros([BLOCK_N, BLOCK_K // LANE], tl.float32)
-    for start in range(BLOCK_K, last + 1, BLOCK_K):
-        next_weights = _tile(weight_rows, is_column, start + depth, DEPTH, is_masked)
-        next_piece = _piece(x, start + depth, DEPTH, BLOCK_K)
-        acc += _products(piece, weights, BLOCK_N, BLOCK_K, LANE)
+    piece = _piece(x, pair, NUM_PAIRS, BLOCK_P)
+    acc = tl.zeros([BLOCK_N, BLOCK_P // LANE_PAIRS], tl.float32)
+    for start in range(BLOCK_P, NUM_PAIRS, BLOCK_P):
+        next_weights = _tile(weight_rows, is_column, start + pair, NUM_PAIRS, is_masked)
+        next_piece = _piece(x, start + pair, NUM_PAIRS, BLOCK_P)
+        acc += _products(piece, weights, BLOCK_N, BLOCK_P)
         weights = next_weights
         piece = next_piece
-    acc += _products(piece, weights, BLOCK_N, BLOCK_K, LANE)
+    acc += _products(piece, weights, BLOCK_N, BLOCK_P)
     result = tl.sum(acc, 1)
     if HAS_RESIDUAL:
         result += tl.load(residual + column, mask=is_column, other=0.0).to(tl.float32)
@@ -95,18 +96,31 @@ def _one_row_kernel(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OneRowTiling:
-    """Columns and depth of a tile (powers of two), and warps a program."""
+    """Columns and depth of a tile (powers of two), warps a program, and registers a thread (None: the compiler's)."""
 
     block_n: int
     block_k: int
     num_warps: int
+    max_registers: int | None = None
 
 
-def one_row_tiling(depth: int) -> OneRowTiling:
-    """Four loads of 16 bytes a thread for every tile, and no tile that reaches beyond a depth of the common models."""
-    if depth <= 4096:
-        return OneRowTiling(block_n=4, block_k=1024, num_warps=4)
-    return OneRowTiling(block_n=4, block_k=2048 if depth % 2048 == 0 else 1024, num_warps=8 if depth % 2048 == 0 else 4)
+def one_row_tiling(num_columns: int, depth: int) -> OneRowTiling:
+    """Some 64 KiB on their way to each multiprocessor, and no few programs left over at the end.
+
+    Either there are many short programs, or just as many long ones as run at once: 64 registers a thread let 1024
+    threads run on a multiprocessor, so 1024 programs of 4 warps or 2048 of 2 fit a Hopper GPU.
+    """
+    if num_columns > SHORT_PROGRAM_COLUMNS:
+        return OneRowTiling(block_n=2, block_k=min(4096, next_power_of_2(depth)), num_warps=4)
+    if num_columns > SHORT_PROGRAM_COLUMNS // 4:
+        return OneRowTiling(block_n=4, block_k=512, num_warps=2, max_registers=64)
+    return OneRowTiling(block_n=4, block_k=1024, num_warps=4, max_registers=64)
+
+
+def has_one_row_form(weight: torch.Tensor) -> bool:
+    """Whether `one_row_linear` takes this weight: bfloat16 whose rows are made of aligned pairs."""
+    is_paired = weight.shape[1] % 2 == 0 and weight.stride(0) % 2 == 0 and weight.storage_offset() % 2 == 0
+    return weight.dtype == torch.bfloat16 and weight.stride(1) == 1 and is_paired
 
 
 def one_row_linear(
@@ -119,27 +133,28 @@ def one_row_linear(
     """out = x weight^T + residual, products and sums in float32, cast once; the same bits for the same numbers.
 
     Args:
-        x: `[1, K]`, contiguous.
-        weight: `[N, K]`, last dimension contiguous; written by no kernel that lets this one start early.
+        x: bfloat16 `[1, K]`, contiguous.
+        weight: bfloat16 `[N, K]` that `has_one_row_form`; written by no kernel that lets this one start early.
         out: `[1, N]` of any float type, contiguous; may be `residual` itself.
         residual: `[1, N]`, contiguous, or None.
         tiling: None takes `one_row_tiling`.
     """
     num_columns, depth = weight.shape
-    assert x.shape[0] <= MAX_ROWS and weight.stride(1) == 1
-    chosen = one_row_tiling(depth) if tiling is None else tiling
+    assert x.shape[0] == 1 and x.dtype == torch.bfloat16 and has_one_row_form(weight)
+    chosen = one_row_tiling(num_columns, depth) if tiling is None else tiling
+    pairs = weight.view(torch.int32)
     _one_row_kernel[(ceil_div(num_columns, chosen.block_n),)](
-        x,
-        weight,
+        x.view(torch.int32),
+        pairs,
         residual,
         out,
-        weight.stride(0),
+        pairs.stride(0),
         NUM_COLUMNS=num_columns,
-        DEPTH=depth,
+        NUM_PAIRS=depth // 2,
         HAS_RESIDUAL=residual is not None,
         BLOCK_N=chosen.block_n,
-        BLOCK_K=chosen.block_k,
-        LANE=THREAD_NUMBERS,
+        BLOCK_P=chosen.block_k // 2,
         num_warps=chosen.num_warps,
+        maxnreg=chosen.max_registers,
         **LAUNCH,
     )

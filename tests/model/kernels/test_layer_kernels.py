@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from model.kernels import head_norm, layer_norm, rotary_and_cache, silu_and_mul
+from model.kernels.rotary import RotaryTiling
 from tests.model.kernels.paged import columns
 
 DTYPES = [(torch.float32, 3e-6), (torch.bfloat16, 1.6e-2)]
@@ -53,8 +54,9 @@ def turned(heads: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("head_dim", [64, 96])
 @pytest.mark.parametrize("num_q_heads", [2, 12])
 @pytest.mark.parametrize("has_rope", [True, False])
+@pytest.mark.parametrize("tiling", [None, RotaryTiling(block_t=2, block_h=4, num_warps=1)])
 def test_rotary_and_cache(
-    num_q_heads: int, head_dim: int, has_rope: bool, dtype: torch.dtype, tolerance: float
+    tiling: RotaryTiling | None, num_q_heads: int, head_dim: int, has_rope: bool, dtype: torch.dtype, tolerance: float
 ) -> None:
     positions, slots = torch.tensor([0, 7, 30]), torch.tensor([47, 0, 18])
     angles = torch.rand(32, head_dim // 2, dtype=torch.float64) * 6
@@ -62,7 +64,7 @@ def test_rotary_and_cache(
     qkv = columns(3, (num_q_heads + 4) * head_dim, dtype)
     k_cache, v_cache = torch.full((2, 3, 16, 2, head_dim), NAN, dtype=dtype)
     q, k, v = qkv.reshape(3, -1, head_dim).clone().split((num_q_heads, 2, 2), dim=1)
-    rotary_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, num_q_heads)
+    rotary_and_cache(qkv, positions, cos_sin, slots, k_cache, v_cache, num_q_heads, tiling)
 
     expected_q, expected_k = (turned(x, angles[positions]) if has_rope else x.double() for x in (q, k))
     actual_q = qkv.reshape(3, -1, head_dim)[:, :num_q_heads].double()
