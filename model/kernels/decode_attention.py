@@ -12,7 +12,7 @@ import dataclasses
 import torch
 import triton.language as tl
 
-from model.kernels.jit import LAUNCH, ceil_div, dot, jit, next_power_of_2, wait_for_inputs
+from model.kernels.jit import LAUNCH, ceil_div, dot, jit, jit_loosely, next_power_of_2, wait_for_inputs
 
 LOG2_E = 1.4426950408889634
 MAX_SPLITS = 64
@@ -24,7 +24,7 @@ NUM_PROGRAMS = 264
 """Programs that fill the device: two for each of a Hopper GPU's 132 multiprocessors."""
 
 
-@jit
+@jit_loosely(["table_stride"], ["block_tables", "context_lengths"])
 def _decode_kernel(
     query: tl.tensor,
     k_cache: tl.tensor,

@@ -7,7 +7,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from model.kernels.decode_attention import LOG2_E
-from model.kernels.jit import ceil_div, dot, jit, next_power_of_2
+from model.kernels.jit import ceil_div, dot, jit, jit_loosely, next_power_of_2
 
 
 @jit
@@ -79,7 +79,7 @@ def _attend(
     return acc, total, largest
 
 
-@jit
+@jit_loosely(["table_stride"], ["block_tables", "cu_seqlens_q", "context_lengths"])
 def _prefill_kernel(
     query: tl.tensor,
     k_cache: tl.tensor,

@@ -20,21 +20,21 @@ def test_the_ladder_rises_from_1_to_the_most_rows_and_wastes_at_most_half_of_a_s
 
 
 def test_bounds_end_with_the_longest_context() -> None:
-    assert context_bounds(8192) == [1024, 4096, 8192]
-    assert context_bounds(1024) == [1024]
-    assert context_bounds(300) == [300]
+    assert context_bounds(8192) == [256, 512, 1024, 4096, 8192]
+    assert context_bounds(1024) == [256, 512, 1024]
+    assert context_bounds(300) == [256, 300]
 
 
 def test_batches_that_fill_the_device_have_one_bound_unless_a_layer_has_a_window() -> None:
     found = shapes([1, 64], 8192, num_kv_heads=8, has_window=False)
-    assert found == [GraphShape(64, 8192), GraphShape(1, 8192), GraphShape(1, 4096), GraphShape(1, 1024)]
-    assert len(shapes([1, 64], 8192, num_kv_heads=8, has_window=True)) == 6
-    assert len(shapes([1, 64], 8192, num_kv_heads=1, has_window=False)) == 6
+    assert found == [GraphShape(64, 8192), *(GraphShape(1, bound) for bound in (8192, 4096, 1024, 512, 256))]
+    assert len(shapes([1, 64], 8192, num_kv_heads=8, has_window=True)) == 10
+    assert len(shapes([1, 64], 8192, num_kv_heads=1, has_window=False)) == 10
 
 
 def test_a_step_gets_the_smallest_shape_that_holds_it() -> None:
     index = ShapeIndex(shapes([1, 2, 64], 8192, num_kv_heads=8, has_window=False))
-    assert index.choose(1, 1024) == GraphShape(1, 1024)
+    assert index.choose(1, 600) == GraphShape(1, 1024)
     assert index.choose(2, 1025) == GraphShape(2, 4096)
     assert index.choose(3, 5) == GraphShape(64, 8192)
     assert index.choose(65, 5) is None
