@@ -42,6 +42,7 @@ else:
     def jit_loosely(integers, pointers):  # noqa: ANN001, ANN202
         return triton.jit(do_not_specialize=integers, do_not_specialize_on_alignment=pointers)
 
+
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 HAS_DEPENDENT_LAUNCH = tl.constexpr(
