@@ -28,19 +28,21 @@ if TYPE_CHECKING:
     def jit(function: Callable[..., object]) -> Kernel:
         """Compiles a kernel at its first launch."""
         ...
-
-    def jit_loosely(integers: list[str], pointers: list[str]) -> Callable[[Callable[..., object]], Kernel]:
-        """As jit, but the kernel is the same whatever these integers are and however these pointers are aligned.
-
-        Every combination that is told apart is compiled when it first occurs, which would stop a running service for a
-        second; these arguments differ from step to step.
-        """
-        ...
 else:
     jit = triton.jit
 
-    def jit_loosely(integers, pointers):  # noqa: ANN001, ANN202
-        return triton.jit(do_not_specialize=integers, do_not_specialize_on_alignment=pointers)
+
+def jit_loosely(integers: list[str], pointers: list[str]) -> Callable[[Callable[..., object]], Kernel]:
+    """As jit, but the kernel is the same whatever these integers are and however these pointers are aligned.
+
+    Every combination that is told apart is compiled when it first occurs, which would stop a running service for a
+    second; these arguments differ from step to step.
+    """
+    decorate: Any = triton.jit
+    kernel: Callable[[Callable[..., object]], Kernel] = decorate(
+        do_not_specialize=integers, do_not_specialize_on_alignment=pointers
+    )
+    return kernel
 
 
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
