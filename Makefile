@@ -5,9 +5,11 @@ VENV ?= .venv
 PYTHON3 ?= python3
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# The interpreter that has a CUDA build of torch; the virtual environment above is made for a CPU.
+GPU_PYTHON ?= python3
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo serve test test-slow lint format typecheck proto proto-check bench clean
+.PHONY: help setup demo serve test test-slow lint format typecheck proto proto-check bench bench-gpu clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,6 +62,9 @@ proto-check: $(STAMP) ## check that the committed stubs equal regenerated ones
 
 bench: $(STAMP) ## compare with transformers on this CPU; a table in bench/results/
 	$(PY) -m bench.cpu $(ARGS)
+
+bench-gpu: ## on a GPU machine: make bench-gpu GEOMETRY=aya-8b TP=1; tables in bench/results/
+	PYTHONPATH=proto:. $(GPU_PYTHON) -m bench.gpu --geometry $(or $(GEOMETRY),aya-8b) --tensor-parallel-size $(or $(TP),1) $(ARGS)
 
 clean: ## remove the virtual environment and caches
 	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis proto/*.egg-info
