@@ -47,7 +47,7 @@ class Application:
         self._metrics = metrics
         self._pool = EncodingPool()
         client = EngineClient()
-        self._engine = Engine(link, tokenizer.detokenizer, metrics, client.deliver, config.run_ahead)
+        self._engine = Engine(link, tokenizer.detokenizer, metrics, client.deliver, config.run_ahead_depth)
         client.attach(self._engine)
         limits = _limits(config, facts, tokenizer, link.info)
         admission = Admission(link.info.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens)

@@ -61,7 +61,9 @@ class RouterConfig:
     )
     attention_backend: str = _flag("auto", "attention kernels", choices=("auto", "torch", "triton", "flash"))
     load_format: str = _flag("auto", "dummy: random weights, to try out geometry", choices=("auto", "dummy"))
-    run_ahead: int = _flag(1, "steps sent to the shards before the last one's answer", minimum=0, maximum=8)
+    run_ahead: int = _flag(
+        -1, "steps sent before the last one's answer; -1: 1 on a GPU, 0 on a CPU", minimum=-1, maximum=8
+    )
     default_deadline: float = _flag(0.0, "seconds for requests that bring no deadline; 0: none", minimum=0)
     max_num_queued_reqs: int = _flag(1024, "requests that may wait; more are UNAVAILABLE; 0: no limit", minimum=0)
     max_num_queued_tokens: int = _flag(0, "prompt tokens that may wait for an answer's start; 0: no limit", minimum=0)
@@ -79,6 +81,13 @@ class RouterConfig:
     shutdown_timeout: float = _flag(30.0, "seconds that running calls get after SIGTERM; 0: none", minimum=0)
     log_level: str = _flag("info", "least level that is logged", choices=("debug", "info", "warning", "error"))
     log_format: str = _flag("text", "form of a log record", choices=("text", "json"))
+
+    @property
+    def run_ahead_depth(self) -> int:
+        """Steps sent ahead. On a CPU the shards compute with the cores that the router needs to make the next step."""
+        if self.run_ahead >= 0:
+            return self.run_ahead
+        return 0 if self.device == "cpu" else 1
 
     @property
     def model_name(self) -> str:

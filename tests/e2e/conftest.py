@@ -19,4 +19,4 @@ def servers() -> Iterator[Servers]:
 @pytest.fixture(scope="session")
 def server(servers: Servers) -> Server:
     """The first demo model on two shards."""
-    return servers.get("--model", str(ROOT / "demo/cohere"), "--tensor-parallel-size", "2")
+    return servers.get("--model", str(ROOT / "demo/cohere"), "--tensor-parallel-size", "2", "--run-ahead", "1")

@@ -176,3 +176,10 @@ def test_the_served_name_is_the_folder_or_the_hub_id_unless_given(tmp_path: Path
     assert RouterConfig(model=f"{folder}/").model_name == "command-r"
     assert RouterConfig(model="org/name").model_name == "org/name"
     assert dataclasses.replace(RouterConfig(model=str(folder)), served_model_name="x").model_name == "x"
+
+
+@pytest.mark.parametrize(
+    ("device", "run_ahead", "depth"), [("cpu", -1, 0), ("cuda", -1, 1), ("cpu", 2, 2), ("cuda", 0, 0)]
+)
+def test_steps_are_sent_ahead_on_a_gpu_unless_told_otherwise(device: str, run_ahead: int, depth: int) -> None:
+    assert RouterConfig(device=device, run_ahead=run_ahead).run_ahead_depth == depth
