@@ -20,11 +20,13 @@ import torch
 from bench import results
 from bench.checkpoint import write_checkpoint
 from bench.cohort_engine import CohortEngine
+from bench.core_watch import CoreWatch
 from bench.cpu_report import CpuResult, WorkloadResult, render_page
 from bench.geometries import GEOMETRIES
 from bench.machine import cpu_facts
 from bench.measurement import Engine, measure_in_turn, share_of_equal
-from bench.router_step import measure_steps
+from bench.products import product_rates
+from bench.router_step import measure_apart
 from bench.server_process import ServerProcess
 from bench.transformers_engine import TransformersEngine, load_model
 from bench.workloads import Workload, cpu_workloads
@@ -42,29 +44,6 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-class IdleWatch:
-    """Counts the server's processor time while the other engines run."""
-
-    def __init__(self, server: ServerProcess) -> None:
-        self._server = server
-        self._cpu_s = 0.0
-        self._wall_s = 0.0
-        self._before = server.cpu_s()
-
-    def after(self, engine: Engine, seconds: float) -> None:
-        """Called after each run."""
-        now = self._server.cpu_s()
-        if engine.name != "Cohort":
-            self._cpu_s += now - self._before
-            self._wall_s += seconds
-        self._before = now
-
-    @property
-    def cores(self) -> float:
-        """Cores that the server kept busy meanwhile."""
-        return self._cpu_s / self._wall_s if self._wall_s else 0.0
-
-
 def _warm(engines: Sequence[Engine], workloads: Sequence[Workload]) -> None:
     """Runs each engine once on a short form of each workload, so that no first call is timed."""
     for workload in workloads:
@@ -75,21 +54,20 @@ def _warm(engines: Sequence[Engine], workloads: Sequence[Workload]) -> None:
 
 def _measure(model_dir: Path, dtype: str, workloads: list[Workload], num_rounds: int, result: CpuResult) -> None:
     flags = ["--dtype", dtype, "--max-num-seqs", "64", "--log-level", "warning"]
+    result.product_gflop_s[dtype] = product_rates(dtype)
     say(f"{dtype}: starting the server")
     with ServerProcess(model_dir, flags, NUM_THREADS) as server:
         result.start_to_ready_s[dtype] = server.start_to_ready_s
         model = load_model(model_dir, dtype)
         cohort = CohortEngine(server.address)
-        engines: list[Engine] = [
-            cohort,
-            TransformersEngine(model, is_padded=False),
-            TransformersEngine(model, is_padded=True),
-        ]
-        _warm(engines, workloads)
-        watch = IdleWatch(server)
+        pair: list[Engine] = [cohort, TransformersEngine(model, is_padded=True)]
+        alone = TransformersEngine(model, is_padded=False)
+        _warm([*pair, alone], workloads)
+        watch = CoreWatch(server.cpu_s, cohort.name)
         for workload in workloads:
             start = time.perf_counter()
-            ours, one_by_one, padded = measure_in_turn(engines, workload, num_rounds, watch.after)
+            ours, padded = measure_in_turn(pair, workload, num_rounds, watch.after)
+            (one_by_one,) = measure_in_turn([alone], workload, 1, watch.after)  # No ratio needs it, and it is slow.
             equal_share = share_of_equal(ours, one_by_one)
             outcome = WorkloadResult(dtype, workload.name, workload.title, ours, one_by_one, padded, equal_share)
             result.workloads.append(outcome)
@@ -97,7 +75,8 @@ def _measure(model_dir: Path, dtype: str, workloads: list[Workload], num_rounds:
                 f"{dtype} {workload.name}: {ours.tokens_per_s:,.0f} tok/s, {outcome.ratio:.2f} times the padded batch "
                 f"({time.perf_counter() - start:.0f} s)"
             )
-        result.idle_cores[dtype] = watch.cores
+        result.idle_cores[dtype] = watch.idle_server_cores
+        result.other_cores[dtype] = watch.other_cores
         cohort.close()
 
 
@@ -105,13 +84,13 @@ def run(dtypes: Sequence[str], names: Sequence[str], num_rounds: int, step_rows:
     """Measures and returns everything."""
     torch.set_num_threads(NUM_THREADS)
     say("measuring the machine")
-    result = CpuResult(cpu_facts(), 0, num_rounds, [], {}, {}, [])
+    result = CpuResult(cpu_facts(), 0, num_rounds, [], {}, {}, {}, {}, [])
     with tempfile.TemporaryDirectory(prefix="cohort-bench-") as folder:
         say("drawing a random checkpoint")
         result = dataclasses.replace(result, num_parameters=write_checkpoint(Path(folder), GEOMETRY))
-        for rows in step_rows:
-            say(f"the router's cost of a step of {rows} rows")
-            result.steps.append(measure_steps(rows))
+        if step_rows:
+            say("the router's own cost of a step")
+            result.steps.extend(measure_apart(step_rows))
         workloads = [workload for workload in cpu_workloads(VOCAB_SIZE) if workload.name in names]
         for dtype in dtypes:
             _measure(Path(folder), dtype, workloads, num_rounds, result)
@@ -140,7 +119,9 @@ def _json(result: CpuResult) -> dict[str, object]:
         "num_rounds": result.num_rounds,
         "workloads": workloads,
         "start_to_ready_s": result.start_to_ready_s,
+        "product_gflop_s": result.product_gflop_s,
         "idle_cores": result.idle_cores,
+        "other_cores": result.other_cores,
         "router_steps": [dataclasses.asdict(cost) for cost in result.steps],
     }
 

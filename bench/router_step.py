@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
+import subprocess
+import sys
 import time
 from array import array
+from collections.abc import Sequence
+from pathlib import Path
 
 from cohort.shard.v1 import shard_pb2
 
@@ -104,3 +109,16 @@ async def _step_s(num_rows: int, make_detokenizer: MakeDetokenizer) -> float:
 def measure_steps(num_rows: int, make_detokenizer: MakeDetokenizer = byte_detokenizer) -> StepCost:
     """Mean over full decode steps: schedule, pack, unpack the answer, stop checks, detokenize, deliver."""
     return StepCost(num_rows, asyncio.run(_step_s(num_rows, make_detokenizer)) * 1e6)
+
+
+def measure_apart(rows: Sequence[int]) -> list[StepCost]:
+    """measure_steps in a process of its own: garbage collection here would also walk torch's and transformers' objects,
+    which no router has."""
+    command = [sys.executable, "-m", "bench.router_step", *map(str, rows)]
+    root = Path(__file__).resolve().parent.parent
+    answer = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, check=True)
+    return [StepCost(**fields) for fields in json.loads(answer.stdout)]
+
+
+if __name__ == "__main__":
+    json.dump([dataclasses.asdict(measure_steps(int(rows))) for rows in sys.argv[1:]], sys.stdout)

@@ -138,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     result = parser.add_argument_group("result")
     result.add_argument("--percentile-metrics", type=_measures, default=("ttft", "tpot", "itl", "e2el"))
-    result.add_argument("--metric-percentiles", type=_percentiles, default=(50.0, 90.0, 99.0))
+    result.add_argument("--metric-percentiles", type=_percentiles, default=(90.0, 99.0))
     result.add_argument(
         "--goodput",
         nargs="+",

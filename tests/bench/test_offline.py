@@ -11,6 +11,7 @@ from bench.router_step import (
     WARM_STEPS,
     ScriptedLink,
     byte_detokenizer,
+    measure_apart,
     measure_steps,
     scripted_info,
 )
@@ -56,6 +57,11 @@ async def test_a_lost_shard_ends_the_batch_with_its_error() -> None:
     with pytest.raises(ShardLost, match="it fell over"):
         await asyncio.wait_for(router.generate([Request([1], 2)]), 10)
     await router.stop()
+
+
+def test_cost_can_be_taken_in_a_process_of_its_own() -> None:
+    costs = measure_apart([1, 2])
+    assert [cost.num_rows for cost in costs] == [1, 2] and all(cost.step_us > 0 for cost in costs)
 
 
 def test_cost_of_a_step_is_taken_over_full_decode_steps() -> None:
