@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
-import sys
 import time
 from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from model.attention import Seqlen
 from model.flash_cohere import FlashCohereForCausalLM
@@ -19,12 +17,11 @@ from shard_server.decode_kernels import ROW_COLUMNS, DecodeInputs, gather_rows, 
 from shard_server.graph_sizes import GraphShape, ShapeIndex
 from shard_server.kv_cache import KVCache
 from shard_server.link import Int32
+from shard_server.progress import Progress
 from shard_server.sampler import Sampler
 from shard_server.tables import RowTables
 
 logger = logging.getLogger(__name__)
-
-PROGRESS_PERIOD_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ class DecodeGraphs:
         gc.collect()
         gc.disable()  # a collection during a capture could free what CUDA must not free then
         try:
-            with torch.cuda.stream(stream), CaptureProgress(len(shapes)) as progress:
+            with torch.cuda.stream(stream), Progress("CUDA graphs", len(shapes)) as progress:
                 for shape in shapes:
                     self._captured[shape] = self._capture(shape, pool)
                     progress.advance()
@@ -179,28 +176,3 @@ class _Memory:
 def borrow(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same memory that keeps none of it; graphs captured later may use the memory as well."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device)
-
-
-class CaptureProgress:
-    """A bar on a terminal, else a line each second."""
-
-    def __init__(self, total: int) -> None:
-        self._total, self._done = total, 0
-        self._bar = tqdm(desc="CUDA graphs", total=total) if sys.stderr.isatty() else None
-        self._last_s = time.perf_counter()
-
-    def __enter__(self) -> CaptureProgress:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def advance(self) -> None:
-        """One more is captured."""
-        self._done += 1
-        if self._bar is not None:
-            self._bar.update()
-        elif time.perf_counter() - self._last_s > PROGRESS_PERIOD_S:
-            self._last_s = time.perf_counter()
-            logger.info("CUDA graphs: %d of %d", self._done, self._total)

@@ -7,14 +7,16 @@ import dataclasses
 import torch
 import triton.language as tl
 
-from model.kernels.jit import ceil_div, jit, next_power_of_2
+from model.kernels.jit import ceil_div, jit_loosely
 
 ROW_COLUMNS = 3
 """int32 columns that the host sends of each row, one after another: slot, start position, whether it samples."""
 PUBLISH_BLOCK = 128
+TABLE_COLUMNS = 256
+"""Columns of the block tables that are copied at once."""
 
 
-@jit
+@jit_loosely(["num_rows", "token_stride", "block_stride", "out_stride", "width"], [])
 def _gather_kernel(
     rows: tl.tensor,
     tokens: tl.tensor,
@@ -34,8 +36,8 @@ def _gather_kernel(
     token_stride: tl.tensor,
     block_stride: tl.tensor,
     out_stride: tl.tensor,
+    width: tl.tensor,
     BLOCK_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
     """Program (row)."""
@@ -52,13 +54,13 @@ def _gather_kernel(
     tl.store(temperature + row, tl.load(temperature_table + slot))
     tl.store(cache_lengths + row, start)
     tl.store(context_lengths + row, start + 1)
-    for first in range(0, WIDTH, BLOCK_W):
+    for first in range(0, width, BLOCK_W):
         column = first + tl.arange(0, BLOCK_W)
-        ids = tl.load(blocks + slot * block_stride + column, mask=column < WIDTH, other=0)
-        tl.store(block_tables + row * out_stride + column, ids, mask=column < WIDTH)
+        ids = tl.load(blocks + slot * block_stride + column, mask=column < width, other=0)
+        tl.store(block_tables + row * out_stride + column, ids, mask=column < width)
 
 
-@jit
+@jit_loosely(["num_rows", "token_stride"], ["drawn", "is_finite"])
 def _publish_kernel(
     rows: tl.tensor,
     tokens: tl.tensor,
@@ -169,9 +171,9 @@ def gather_rows(
         tokens.stride(0),
         blocks.stride(0),
         out.block_tables.stride(0),
+        width,
         BLOCK_SIZE=block_size,
-        WIDTH=width,
-        BLOCK_W=min(1024, next_power_of_2(width)),
+        BLOCK_W=TABLE_COLUMNS,
         num_warps=1,
     )
 

@@ -114,7 +114,7 @@ def load(config: ShardConfig, join: Callable[[], RankGroup]) -> tuple[ModelRunne
         )
         measured = None
         if device.type == "cuda":
-            use = _measure(config, functools.partial(build, facts), device)
+            use = _measure(config, functools.partial(build, facts), device, clock)
             measured = use.left_for_blocks(config.gpu_memory_utilization, len(graph_shapes))
             clock.lap("measure_memory")
         num_blocks = choose_num_blocks(config, size, block_size, max_model_len, measured)
@@ -139,12 +139,19 @@ def _graph_shapes(
     return shapes(config.graph_sizes, max_model_len, kv_heads.stop - kv_heads.start, has_window)
 
 
-def _measure(config: ShardConfig, build: Callable[[], ModelRunner], device: torch.device) -> MemoryUse:
-    """Runs the largest steps with a cache of two blocks; raises ModelError where they do not fit."""
+def _measure(
+    config: ShardConfig, build: Callable[[], ModelRunner], device: torch.device, clock: PhaseClock
+) -> MemoryUse:
+    """Runs the largest steps with a cache of two blocks; raises ModelError where they do not fit.
+
+    Compiles the kernels first: they take memory too.
+    """
     probe = MemoryProbe(device)
     try:
-        probe.start()
         runner = build()
+        runner.compile_kernels()
+        clock.lap("compile_kernels")
+        probe.start()
         runner.run_largest_decode()
         decode = probe.peak()
         runner.run_largest_prefill()

@@ -17,11 +17,13 @@ from shard_server.graph_sizes import GraphShape
 from shard_server.kv_cache import KVCache
 from shard_server.link import Int32, RowResults, ScheduledRows, StepOutcome, StepWork
 from shard_server.pending_step import PendingRows, PendingStep
+from shard_server.progress import Progress
 from shard_server.sampler import Sampler, Samples
 from shard_server.sampling_rows import SamplingRows
 from shard_server.staging import Readback, Staging
 from shard_server.step_clock import StepClock
 from shard_server.tables import RowTables
+from shard_server.warm_up import every_way_to_sample, padded_steps
 
 if TYPE_CHECKING:
     from shard_server.cuda_graphs import DecodeGraphs
@@ -31,8 +33,6 @@ logger = logging.getLogger(__name__)
 # Bytes of staging that a row and a token take at most, rounded up generously; see Batch, SamplingRows and TableWrite.
 ROW_BYTES = 512
 TOKEN_BYTES = 64
-# Lengths of a step's longest prompt that give prefill attention different tiles; see model.kernels.prefill_attention.
-PROMPT_SIZES = (16, 32, 64, 128)
 
 
 class ModelRunner:
@@ -219,7 +219,6 @@ class ModelRunner:
         Then captures `shapes`, where there are any.
         """
         self._run_padding(np.ones(1, np.int32))
-        self._compile_mixed_steps()
         if shapes:
             from shard_server.cuda_graphs import DecodeGraphs
 
@@ -229,15 +228,24 @@ class ModelRunner:
             self._graphs = graphs
         self.reset()
 
-    def _compile_mixed_steps(self) -> None:
-        """On a GPU, prompts of each size that attention tells apart, beside rows that decode.
+    @torch.inference_mode()
+    def compile_kernels(self) -> None:
+        """Every variant of every kernel once, in the spare row and block 0; quick where the compiler has them on disk.
 
-        Their kernels are compiled at first use; while serving that would hold up every stream for a second.
+        Kernels are compiled at first use; while serving that would hold up every stream for a second.
         """
-        longest = min(self._max_num_batched_tokens - 1, self._tables.max_model_len)
-        if self._device.type == "cuda":
-            for prompt_len in sorted({min(size, longest) for size in PROMPT_SIZES if longest > 1}):
-                self._run_padding(np.array([1, prompt_len], np.int32))
+        num_kv_heads = self._kv_cache[0][0].shape[2]
+        tables = self._tables
+        steps = padded_steps(tables.max_num_seqs, self._max_num_batched_tokens, tables.max_model_len, num_kv_heads)
+        with Progress("compiling kernels", len(steps) + 1) as progress:
+            for step in steps:
+                lengths = np.array([1] * step.num_decode_rows + [*step.prompt_lens], np.int32)
+                starts = np.zeros(len(lengths), np.int32)
+                starts[: step.num_decode_rows] = step.context_len - 1
+                self._run_padding(lengths, starts)
+                progress.advance()
+            self._run_padding(np.ones(1, np.int32), sampling=every_way_to_sample(tables.vocab_size))
+            progress.advance()
 
     @torch.inference_mode()
     def run_largest_decode(self) -> None:
@@ -253,13 +261,16 @@ class ModelRunner:
         lengths[: num_tokens % num_rows] += 1
         self._run_padding(lengths)
 
-    def _run_padding(self, lengths: Int32) -> None:
-        """A step of rows of these lengths that all are the spare one."""
+    def _run_padding(self, lengths: Int32, starts: Int32 | None = None, sampling: SamplingRows | None = None) -> None:
+        """A step, launched kernel by kernel, of rows of these lengths that all are the spare one; waits for it."""
         num_rows = len(lengths)
         zeros = np.zeros(num_rows, np.int32)
         slots = np.full(num_rows, self._tables.spare_slot, np.int32)
-        rows = ScheduledRows(slots, zeros, lengths, np.zeros(num_rows, np.bool_), zeros, np.zeros(0, np.int32))
-        pending = self._launch_rows(rows)
+        starts = zeros if starts is None else starts
+        rows = ScheduledRows(slots, starts, lengths, np.zeros(num_rows, np.bool_), zeros, np.zeros(0, np.int32))
+        batch = Batch.build(rows, self._tables)
+        sampling = sampling or SamplingRows.build(batch, self._tables)
+        pending = PendingRows.of(batch, sampling, self._forward_and_sample(batch, sampling))
         timing = self._clock.end()
         self._staging.end(timing.event)
         PendingStep(0, timing, pending).finish()

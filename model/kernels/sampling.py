@@ -13,10 +13,12 @@ import dataclasses
 import torch
 import triton.language as tl
 
-from model.kernels.jit import LAUNCH, ceil_div, jit, next_power_of_2, wait_for_inputs
+from model.kernels.jit import LAUNCH, ceil_div, jit, jit_loosely, next_power_of_2, wait_for_inputs
 
 CHUNK = 4096
 """Tokens of one program of the first stage."""
+PARTS = ["best_value", "best_token", "chunk_max", "chunk_sum", "is_bad"]
+"""What the first stage leaves for the second, in one allocation, so that alignment varies with the number of rows."""
 
 
 @jit
@@ -26,7 +28,7 @@ def _gumbel(word: tl.tensor) -> tl.tensor:
     return -tl.log(-tl.log(uniform))
 
 
-@jit
+@jit_loosely(["first_token"], ["temperature", "seeds", "positions", *PARTS])
 def _first_stage(
     logits: tl.tensor,
     temperature: tl.tensor,
@@ -87,7 +89,7 @@ def _first_stage(
         tl.store(chunk_sum + place, total)
 
 
-@jit
+@jit_loosely(["num_chunks", "first_token"], PARTS)
 def _second_stage(
     best_value: tl.tensor,
     best_token: tl.tensor,

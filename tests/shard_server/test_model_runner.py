@@ -11,6 +11,7 @@ import torch
 
 from model.flash_cohere import FlashCohereForCausalLM
 from model.parallel import TensorParallel
+from shard_server import sampler
 from shard_server.config import ShardConfig
 from shard_server.distributed import RankGroup
 from shard_server.errors import ProtocolError
@@ -112,6 +113,22 @@ def test_chunked_prefill_beside_decode_gives_the_tokens_of_transformers(
 ) -> None:
     expected = [checkpoints.greedy(checkpoint[1], prompt, 12) for prompt in PROMPTS]
     assert generate_mixed(runner, 12) == expected
+
+
+def test_compiling_draws_in_every_way_and_leaves_nothing_behind(
+    checkpoint: tuple[Path, torch.nn.Module], runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+
+    def draw_among(keys: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        kept.append(keys.shape[1])
+        return draw(keys, *arguments)
+
+    draw = sampler.draw_among
+    monkeypatch.setattr(sampler, "draw_among", draw_among)
+    runner.compile_kernels()
+    assert kept == [20, checkpoints.VOCAB], "top_k alone bounds the number of candidates"
+    assert generate_mixed(runner, 2) == [checkpoints.greedy(checkpoint[1], prompt, 2) for prompt in PROMPTS]
 
 
 def two_rank_tokens(parallel: TensorParallel, folder: str) -> list[list[int]]:
