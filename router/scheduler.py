@@ -10,24 +10,19 @@ slot given up is reused at once, because the shards run steps in order.
 
 from __future__ import annotations
 
-import bisect
 import collections
 import heapq
-import itertools
 from collections.abc import Callable
 
-from router.block_manager import BlockManager
 from router.detokenizer import Detokenizer
 from router.errors import Cancelled, DeadlineExceeded, InternalError, RequestError, ResourceExhausted, Unavailable
 from router.messages import Event, Load, RequestFailed, SequenceDelta, Submission
+from router.places import Places
 from router.sequence import Sequence, SequenceGroup
 from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
 from router.stopping import StopChecker
 from router.tally import Tally
 from router.waiting import MAX_STALE, WaitingQueue
-
-# Blocks kept free when a sequence joins others, so that it is not preempted at their next growth.
-FREE_SHARE_AT_START = 0.01
 
 MakeDetokenizer = Callable[[bool], Detokenizer]
 
@@ -39,13 +34,9 @@ class Scheduler:
         """`make_detokenizer(skip_special_tokens)` gives each sequence its own."""
         self._info = info
         self._make_detokenizer = make_detokenizer
-        self._blocks = BlockManager(info.num_blocks, info.block_size)
-        self._reserve = int(info.num_blocks * FREE_SHARE_AT_START)
+        self._places = Places(info)
         self._groups: dict[int, SequenceGroup] = {}
         self._waiting = WaitingQueue()
-        self._running: list[Sequence] = []
-        self._free_slots = list(range(info.max_num_seqs - 1, -1, -1))
-        self._closed_slots: list[int] = []
         self._deadlines: list[tuple[float, int]] = []
         self._unanswered: collections.deque[tuple[Step, list[Sequence]]] = collections.deque()
         self._last_step_id = 0
@@ -54,7 +45,7 @@ class Scheduler:
     @property
     def max_kv_tokens(self) -> int:
         """Most tokens that one sequence can hold in the pool."""
-        return (self._blocks.num_blocks - 1) * self._blocks.block_size
+        return self._places.max_kv_tokens
 
     @property
     def num_unanswered_steps(self) -> int:
@@ -73,7 +64,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy we are."""
-        return Load(len(self._running), len(self._waiting), self._blocks.usage)
+        return Load(len(self._places.running), len(self._waiting), self._places.usage)
 
     def take_tally(self) -> Tally:
         """What happened since the last call."""
@@ -126,14 +117,14 @@ class Scheduler:
         self._start_waiting(step, rows, budget, now_s)
         if not rows:
             return None
-        step.closed_slots, self._closed_slots = self._closed_slots, []
+        step.closed_slots = self._places.take_closed_slots()
         self._last_step_id = step.step_id
         self._unanswered.append((step, rows))
         return step
 
     def _schedule_decodes(self, step: Step, rows: list[Sequence], budget: int) -> int:
         index = 0
-        running = self._running
+        running = self._places.running
         while index < len(running) and budget:
             sequence = running[index]
             index += 1
@@ -146,59 +137,50 @@ class Scheduler:
             budget -= 1
         return budget
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> tuple[int, ...] | None:
+    def _grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """New blocks so that `num_tokens` fit, preempting from the end of the order; None if `sequence` had to go.
 
         Rows are visited in order, so whoever is preempted has not been scheduled in this step.
         """
-        missing = self._blocks.blocks_for(num_tokens) - len(sequence.block_table)
-        if missing <= 0:
-            return ()
-        while (new_blocks := self._blocks.allocate(missing)) is None:
-            victim = self._running[-1]
+        while (new_blocks := self._places.grow(sequence, num_tokens)) is None:
+            victim = self._places.running[-1]
             self._preempt(victim)
             if victim is sequence:
                 return None
-        sequence.block_table += new_blocks
-        return tuple(new_blocks)
+        return new_blocks
 
     def _schedule_prefills(self, step: Step, rows: list[Sequence], budget: int) -> int:
-        for sequence in self._running:
+        for sequence in self._places.running:
             if not budget:
                 break
             if not sequence.is_decoding:
                 chunk = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-                self._compute(step, rows, sequence, chunk, ())
+                self._compute(step, rows, sequence, chunk, [])
                 budget -= chunk
         return budget
 
     def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
-        while budget and self._free_slots and (sequence := self._waiting.head()) is not None:
+        while budget and self._places.has_slot and (sequence := self._waiting.head()) is not None:
             if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
                 break
-            needed = self._blocks.blocks_for(sequence.num_tokens)
-            if self._running and self._blocks.num_free - needed < self._reserve:
-                break
-            new_blocks = self._blocks.allocate(needed)
+            new_blocks = self._places.take(sequence)
             if new_blocks is None:
                 break
             self._waiting.pop()
-            self._open(step, sequence, new_blocks, now_s)
+            self._open(step, sequence, now_s)
             chunk = min(sequence.num_tokens, budget)
-            self._compute(step, rows, sequence, chunk, tuple(new_blocks))
+            self._compute(step, rows, sequence, chunk, new_blocks)
             budget -= chunk
 
-    def _open(self, step: Step, sequence: Sequence, blocks: list[int], now_s: float) -> None:
-        sequence.slot = self._free_slots.pop()
-        sequence.block_table = blocks
-        bisect.insort(self._running, sequence, key=lambda running: running.order)
+    def _open(self, step: Step, sequence: Sequence, now_s: float) -> None:
+        assert sequence.slot is not None
         step.opened.append(sequence.opening(sequence.slot))
         if sequence.group.first_scheduled_s is None:
             sequence.group.first_scheduled_s = now_s
             self._tally.num_prompt_tokens += sequence.num_prompt_tokens
 
     def _compute(
-        self, step: Step, rows: list[Sequence], sequence: Sequence, num_tokens: int, new_blocks: tuple[int, ...]
+        self, step: Step, rows: list[Sequence], sequence: Sequence, num_tokens: int, new_blocks: list[int]
     ) -> None:
         """Puts `num_tokens` more of the sequence into the step, with those of them that the shards do not have."""
         assert sequence.slot is not None
@@ -208,7 +190,7 @@ class Scheduler:
         if sequence.num_shard_tokens < min(end, known):
             step.filled.append(FillTokens(sequence.slot, start, sequence.tokens(start, end)))
         is_sampled = end == known + sequence.num_pending_samples
-        step.scheduled.append(ScheduledRow(sequence.slot, start, num_tokens, is_sampled, new_blocks))
+        step.scheduled.append(ScheduledRow(sequence.slot, start, num_tokens, is_sampled, tuple(new_blocks)))
         rows.append(sequence)
         sequence.num_computed_tokens = end
         sequence.num_shard_tokens = end + is_sampled
@@ -249,21 +231,13 @@ class Scheduler:
             self._end(group)
             events.append(group.done(now_s))
 
-    # Places.
+    # Ends.
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._give_up_place(sequence)
+        self._places.give_up(sequence)
         sequence.num_computed_tokens = sequence.num_shard_tokens = 0
         self._tally.num_preemptions += 1
         self._waiting.push(sequence)
-
-    def _give_up_place(self, sequence: Sequence) -> None:
-        assert sequence.slot is not None
-        self._running.remove(sequence)
-        self._blocks.free(sequence.block_table)
-        self._closed_slots.append(sequence.slot)
-        self._free_slots.append(sequence.slot)
-        sequence.slot, sequence.block_table = None, []
 
     def _release(self, sequence: Sequence) -> None:
         """Ends a sequence, wherever it stands."""
@@ -271,7 +245,7 @@ class Scheduler:
             return
         sequence.is_finished = True
         if sequence.slot is not None:
-            self._give_up_place(sequence)
+            self._places.give_up(sequence)
         else:
             self._waiting.leave()
 
@@ -291,12 +265,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Asserts that slots, blocks and counts add up; cheap enough for tests and idle moments, not for each step."""
         members = [member for group in self._groups.values() for member in group.members]
-        placed = [member for member in members if member.slot is not None]
-        assert sorted(map(id, placed)) == sorted(map(id, self._running)), "running sequences are those with a slot"
-        assert all(a.order < b.order for a, b in itertools.pairwise(self._running)), "running is not in order"
-        slots = [*self._free_slots, *(member.slot for member in placed if member.slot is not None)]
-        assert sorted(slots) == list(range(self._info.max_num_seqs)), "a slot is lost or has two owners"
-        self._blocks.check_integrity([member.block_table for member in placed])
+        self._places.check_integrity(members)
         waiting = [member for member in members if member.slot is None and not member.is_finished]
         self._waiting.check_integrity(waiting)
         assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
