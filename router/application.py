@@ -21,12 +21,11 @@ from router.engine_client import EngineClient
 from router.metrics import Metrics
 from router.model_folder import ModelFacts
 from router.readiness import Readiness
-from router.request import Limits
-from router.shard_client import GrpcShardLink
+from router.request import MAX_MESSAGE_BYTES, Limits
+from router.shard_client import GrpcShardLink, ShardLost
 from router.step import ShardInfo
 from router.tokenizer import Tokenizer
 
-MAX_MESSAGE_BYTES = 32 * 2**20  # of a public call, either way
 CONNECT_TIMEOUT_S = 3600.0  # Large checkpoints load for minutes; a shard that ends meanwhile ends the wait.
 
 
@@ -57,6 +56,8 @@ class Application:
         self._model = ModelService(facts, link.info, limits, templates.names, client, readiness)
         for rank in range(link.info.world_size):
             metrics.shard_up(rank, True)
+        for phase, seconds in link.startup_phase_s.items():
+            metrics.startup_phase(f"shard_{phase}", seconds)
 
     def handlers(self, calls: Calls) -> list[grpc.GenericRpcHandler]:
         """The public services, for the server."""
@@ -64,7 +65,11 @@ class Application:
 
     async def run(self) -> None:
         """Runs the engine until cancelled. Raises ShardLost when a shard is lost."""
-        await self._engine.run()
+        try:
+            await self._engine.run()
+        except ShardLost as lost:
+            self._metrics.shard_up(lost.rank, False)
+            raise
 
     async def close(self) -> None:
         """Ends the link and the threads."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
+MAX_MESSAGE_BYTES = 32 * 2**20  # of a public call, either way
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationRequest:

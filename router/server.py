@@ -18,7 +18,7 @@ from google.protobuf import empty_pb2
 from router.api.calls import Call, Calls
 from router.api.health import HealthService
 from router.api.reflection import reflection_handler
-from router.application import MAX_MESSAGE_BYTES, Application, open_application
+from router.application import Application, open_application
 from router.chat import ChatTemplates
 from router.config import RouterConfig
 from router.errors import StartupError
@@ -29,6 +29,7 @@ from router.metrics_http import MetricsServer
 from router.model_folder import ModelFacts
 from router.ports import join
 from router.readiness import Readiness
+from router.request import MAX_MESSAGE_BYTES
 from router.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

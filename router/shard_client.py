@@ -57,6 +57,7 @@ class ShardLink(Protocol):
     """What the engine needs of the shards; tests put scripted ones here."""
 
     info: ShardInfo
+    startup_phase_s: dict[str, float]
 
     def send(self, step: Step) -> None:
         """Queues a step for every shard; never blocks."""
@@ -92,8 +93,16 @@ class _Sent:
 class GrpcShardLink:
     """ShardLink over gRPC. Lives on the loop that made it."""
 
-    def __init__(self, info: ShardInfo, channels: list[grpc.aio.Channel], streams: list[Any]) -> None:
+    def __init__(
+        self,
+        info: ShardInfo,
+        channels: list[grpc.aio.Channel],
+        streams: list[Any],
+        startup_phase_s: dict[str, float] | None = None,
+    ) -> None:
+        """`startup_phase_s`: seconds of each phase of the shards' start, of the slowest rank."""
         self.info = info
+        self.startup_phase_s = startup_phase_s or {}
         self._channels = channels
         self._streams = streams
         self._outgoing: list[asyncio.Queue[shard_pb2.ExecuteRequest]] = [asyncio.Queue() for _ in streams]
@@ -144,7 +153,7 @@ class GrpcShardLink:
             for channel in channels:
                 await channel.close()
             raise
-        return cls(info, channels, streams)
+        return cls(info, channels, streams, _slowest(infos))
 
     def send(self, step: Step) -> None:
         """See ShardLink."""
@@ -238,6 +247,11 @@ async def _open(stub: Stub, hello: shard_pb2.Hello, address: str, deadline_s: fl
     except grpc.aio.AioRpcError as error:
         raise StartupError(f"the shard at {address} refused the stream: {error.details()}") from error
     return stream
+
+
+def _slowest(infos: Sequence[shard_pb2.GetInfoResponse]) -> dict[str, float]:
+    phases = {phase for info in infos for phase in info.startup_phase_s}
+    return {phase: max(info.startup_phase_s.get(phase, 0.0) for info in infos) for phase in sorted(phases)}
 
 
 def _agreed(infos: Sequence[shard_pb2.GetInfoResponse], addresses: Sequence[str]) -> ShardInfo:

@@ -114,6 +114,7 @@ class FakeLink:
     def __init__(self, shards: FakeShards | None = None, step_s: float = 0.0) -> None:
         self.shards = shards or FakeShards()
         self.info = self.shards.info
+        self.startup_phase_s: dict[str, float] = {}
         self.step_s = step_s
         self.num_sent = 0
         self.max_unanswered = 0

@@ -11,8 +11,7 @@ from cohort.v1 import generation_pb2 as pb
 
 from router.errors import StartupError
 from router.ports import join
-
-MAX_MESSAGE_BYTES = 32 * 2**20
+from router.request import MAX_MESSAGE_BYTES
 
 
 def add_server_flags(parser: argparse.ArgumentParser) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +108,14 @@ def test_readiness_and_liveness_are_told_apart(two_shards: Server) -> None:
     assert readiness(two_shards) == health_pb2.HealthCheckResponse.SERVING
     live = health_pb2_grpc.HealthStub(two_shards.channel).Check(health_pb2.HealthCheckRequest(), timeout=10)
     assert live.status == health_pb2.HealthCheckResponse.SERVING
+
+
+def test_the_metrics_tell_how_long_the_shards_took_to_start(server: Server) -> None:
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10) as page:
+        text = page.read().decode()
+    seconds = re.search(r'^cohort_startup_phase_seconds\{phase="shard_load"\} (.+)$', text, re.MULTILINE)
+    assert seconds is not None and 0 < float(seconds[1]) < 600
+    assert 'cohort_shard_up{rank="1"} 1.0' in text
 
 
 def test_a_client_that_goes_away_frees_its_blocks(server: Server) -> None:
