@@ -10,7 +10,7 @@ from cohort.shard.v1 import shard_pb2
 
 from shard_server.errors import ProtocolError
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
