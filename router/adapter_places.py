@@ -170,6 +170,10 @@ class AdapterPlaces:
         self._slots.refresh()
         self.on_change()
 
+    def has_users(self, version: str) -> bool:
+        """Whether sequences, calls or pins need it."""
+        return self._host.has_users(version)
+
     def is_loaded(self, version: str) -> bool:
         """Whether sequences may be bound to it, or are."""
         return self._host.is_ready(version) or self._slots.has_slot(version)

@@ -4,8 +4,9 @@ Waiting sequences stand in a queue, running ones (those that hold a slot) in a l
 arrival. Each step, running rows that generate take one token of the budget each; then running prompts, then waiting
 ones, fill the rest in chunks. A sequence gets the blocks of all its known tokens when it starts, and one more whenever
 it grows into it; when none is free the last running sequence is preempted: it gives up slot and blocks and waits, with
-its tokens, to be computed again. One whose adapter has no place is parked beside the queue, see `AdapterPlaces`. Steps are sent before the answers of earlier ones are here, see `Sequence`; a block or
-slot given up is reused at once, because the shards run steps in order.
+its tokens, to be computed again. Steps are sent before the answers of earlier ones are here, see `Sequence`; a block or
+slot given up is reused at once, because the shards run steps in order. A sequence whose adapter has no place is parked
+beside the queue, see `AdapterPlaces`.
 """
 
 from __future__ import annotations
