@@ -52,7 +52,7 @@ class AdapterFolders:
         if not inside:
             raise InvalidArgument("path", "must be a folder inside one of the server's --adapter-dirs")
         for folder in inside:
-            if folder.is_dir():
+            if os.path.isdir(folder):  # False for a name too long, too.
                 return folder
         raise NotFound(f"there is no adapter folder {path[:256]!r}")
 

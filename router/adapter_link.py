@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     Stub: TypeAlias = shard_pb2_grpc.ShardServiceAsyncStub
 
 LOAD_TIMEOUT_S = 600.0
+NO_ANSWER = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 UNLOAD_TIMEOUT_S = 600.0  # A load under way has to end first.
 
 
@@ -87,7 +88,9 @@ class GrpcAdapterLink:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise AdapterRefused(error.details()) from error
-            raise AdapterLinkBroken(f"{error.code().name}: {error.details()}") from error
+            if error.code() in NO_ANSWER:
+                raise AdapterLinkBroken(f"{error.code().name}: {error.details()}") from error
+            raise
         return max(answer.rank for answer in answers)
 
     async def unload(self, version: str) -> None:

@@ -11,6 +11,8 @@ import torch
 
 from model.attention import Seqlen
 from model.flash_cohere import FlashCohereForCausalLM
+from model.lora import AdapterBatchData
+from shard_server.adapter_slots import AdapterSlots
 from shard_server.batch import Batch
 from shard_server.errors import ProtocolError
 from shard_server.graph_sizes import GraphShape
@@ -45,13 +47,16 @@ class ModelRunner:
         kv_cache: KVCache,
         max_num_batched_tokens: int,
         device: torch.device,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """`kv_cache` has as many blocks as `tables` allows ids for, of the model's block size."""
+        """`kv_cache` has as many blocks as `tables` allows ids for, of the model's block size; `adapters` None: LoRA is
+        off."""
         self._model = model
         self._tables = tables
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
         self._device = device
+        self.adapters = adapters
         self._sampler = Sampler(model.parallel, model.vocab_start)
         rows_bytes = (tables.max_num_seqs + 1) * ROW_BYTES
         self._staging = Staging(device, rows_bytes + max_num_batched_tokens * TOKEN_BYTES)
@@ -62,6 +67,8 @@ class ModelRunner:
     def reset(self) -> None:
         """A new epoch: no row is open, the next step is number 1."""
         self._tables.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
         self._last_step_id = 0
         self._clock.reset()
 
@@ -85,6 +92,7 @@ class ModelRunner:
         self._last_step_id = work.step_id
         tables, scheduled = self._tables, work.scheduled
         tables.close(work.closed_slots)
+        self._apply_adapters(work)
         if work.opened is not None:
             tables.open(work.opened)
         if work.filled is not None:
@@ -112,6 +120,17 @@ class ModelRunner:
         self._staging.end(timing.event)
         return PendingStep(work.step_id, timing, rows)
 
+    def _apply_adapters(self, work: StepWork) -> None:
+        """Binds slots, and checks those of new rows."""
+        if self.adapters is None:
+            if work.bindings is not None or (work.opened is not None and (work.opened.adapter_slots >= 0).any()):
+                raise ProtocolError("the step uses adapters, but LoRA is off on this shard")
+            return
+        if work.bindings is not None:
+            self.adapters.bind(work.bindings, self._tables)
+        if work.opened is not None:
+            self.adapters.check_opened(work.opened.adapter_slots)
+
     def _begin(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Starts the clock, uploads, and writes on the device what the tables have waiting."""
         writes = self._tables.take_writes()
@@ -131,12 +150,13 @@ class ModelRunner:
         self._tables.append_blocks(scheduled)
         batch = Batch.build(scheduled, self._tables)
         rows = SamplingRows.build(batch, self._tables)
+        adapter_data = None if self.adapters is None else self.adapters.batch_data(batch, self._tables)
         shape = None
-        if self._graphs is not None and batch.num_decode_rows == len(batch.slots):
+        if adapter_data is None and self._graphs is not None and batch.num_decode_rows == len(batch.slots):
             shape = self._graphs.choose(len(batch.slots), int(batch.context_lens.max()))
         if shape is not None:
             return self._replay(shape, batch, rows)
-        return PendingRows.of(batch, rows, self._forward_and_sample(batch, rows))
+        return PendingRows.of(batch, rows, self._forward_and_sample(batch, rows, adapter_data))
 
     def _replay(self, shape: GraphShape, batch: Batch, rows: SamplingRows) -> PendingRows:
         """A decode step as a graph; rows that want more than a plain draw are drawn again from its logits."""
@@ -156,7 +176,9 @@ class ModelRunner:
         self._tables.tokens.tensor.view(-1).index_copy_(0, places, samples.token_ids)
         return PendingRows.of(batch, rows, samples)
 
-    def _forward_and_sample(self, batch: Batch, rows: SamplingRows) -> Samples:
+    def _forward_and_sample(
+        self, batch: Batch, rows: SamplingRows, adapter_data: AdapterBatchData | None = None
+    ) -> Samples:
         """A step launched kernel by kernel: gather inputs, forward, sample, write the sampled tokens."""
         tables = self._tables
         (
@@ -205,7 +227,7 @@ class ModelRunner:
             slots=blocks * tables.block_size + positions % tables.block_size,
             seqlen=seqlen,
             max_s=max_context_len,
-            adapter_data=None,
+            adapter_data=adapter_data,
             lm_head_indices=None if is_decode else cu_seqlens[1:].long() - 1,
         )
         samples = self._sampler.sample(logits, rows, self._staging)

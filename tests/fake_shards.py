@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
+from router.adapter_link import AdapterRecipe
 from router.shard_client import ShardLost
 from router.step import RowResult, SampledToken, ScheduledRow, ShardInfo, Step, StepResult
 
@@ -126,6 +127,33 @@ class FakeShards:
         return row.blocks[position // self.info.block_size], position % self.info.block_size
 
 
+class FakeAdapterLink:
+    """Stages versions of FakeShards. `before_load(recipe)` may wait, or raise AdapterRefused or AdapterLinkBroken."""
+
+    def __init__(self, shards: FakeShards) -> None:
+        self.shards = shards
+        self.staged: frozenset[str] = frozenset(shards.staged or ())
+        self.strays: frozenset[str] = frozenset()
+        self.before_load: Callable[[AdapterRecipe], Awaitable[None]] | None = None
+        self.loads: list[AdapterRecipe] = []
+        self.unloads: list[str] = []
+
+    async def load(self, recipe: AdapterRecipe) -> int:
+        """As shards do, but for reading the files."""
+        self.loads.append(recipe)
+        if self.before_load is not None:
+            await self.before_load(recipe)
+        assert self.shards.staged is not None
+        self.shards.staged.add(recipe.version)
+        return 8
+
+    async def unload(self, version: str) -> None:
+        """As shards do."""
+        assert self.shards.staged is not None
+        self.unloads.append(version)
+        self.shards.staged.discard(version)
+
+
 class FakeLink:
     """FakeShards as the engine's link, with a pause before each answer and a loss on request."""
 
@@ -134,6 +162,7 @@ class FakeLink:
         self.info = self.shards.info
         self.startup_phase_s: dict[str, float] = {}
         self.step_s = step_s
+        self.adapters = FakeAdapterLink(self.shards)
         self.num_sent = 0
         self.max_unanswered = 0
         self._sent: asyncio.Queue[Step] = asyncio.Queue()
