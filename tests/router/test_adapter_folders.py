@@ -119,6 +119,6 @@ def test_what_cannot_be_read_is_refused_with_the_reason_and_leaves_nothing(folde
         folders.copy(root / "a")
     weights.unlink()
     weights.mkdir()
-    with pytest.raises(FailedPrecondition, match="adapter_model.safetensors"):
+    with pytest.raises(FailedPrecondition, match=r"adapter_model\.safetensors"):
         folders.copy(root / "a")
     assert list(folders._copies.iterdir()) == []

@@ -50,7 +50,7 @@ async def adapters(
     root: Path, link: FakeAdapterLink, max_cpu_loras: int = 4
 ) -> AsyncIterator[tuple[Adapters, AdapterPlaces, Engine]]:
     places, engine = AdapterPlaces(2, max_cpu_loras), Engine()
-    it = Adapters(AdapterSettings(True, 2, max_cpu_loras, dirs=(root.resolve(),)), places, link, engine, Metrics())
+    it = Adapters(AdapterSettings(True, 2, max_cpu_loras, dirs=(root,)), places, link, engine, Metrics())
     async with asyncio.timeout(TIMEOUT_S):
         yield it, places, engine
         it._registry.check_integrity()

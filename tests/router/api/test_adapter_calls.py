@@ -424,7 +424,7 @@ async def test_what_adapters_do_shows_in_the_metrics(tmp_path: Path) -> None:
         running = asyncio.ensure_future(tokens(server, ask("a", max_tokens=50)))
         labels = {"max_lora": "2", "running_lora_adapters": "a", "waiting_lora_adapters": ""}
         async with asyncio.timeout(TIMEOUT_S):
-            while await server.metric("vllm:lora_requests_info", **labels) < 1e9:
+            while await server.metric("vllm:lora_requests_info", **labels) < 1e9:  # noqa: ASYNC110
                 await asyncio.sleep(0.001)
         await running
         await unload(server, "a")
