@@ -135,6 +135,7 @@ class FakeAdapterLink:
         self.staged: frozenset[str] = frozenset(shards.staged or ())
         self.strays: frozenset[str] = frozenset()
         self.before_load: Callable[[AdapterRecipe], Awaitable[None]] | None = None
+        self.unload_s = 0.0
         self.loads: list[AdapterRecipe] = []
         self.unloads: list[str] = []
 
@@ -151,6 +152,7 @@ class FakeAdapterLink:
         """As shards do."""
         assert self.shards.staged is not None
         self.unloads.append(version)
+        await asyncio.sleep(self.unload_s)
         self.shards.staged.discard(version)
 
 
