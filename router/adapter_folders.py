@@ -1,7 +1,7 @@
 """Adapter folders on disk: which of them may be read, and private copies of what is in use. Blocking; run in threads.
 
-A version of an adapter is the hash of its files. Shards read the copy and never the folder itself, so that whoever
-changes the folder changes no version that requests use.
+A version of an adapter is the SHA-256 of the SHA-256s of its two files, as shards compute it too. They read the copy and
+never the folder itself, so that whoever changes the folder changes no version that requests use.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class AdapterFolders:
         digest = hashlib.sha256()
         try:
             for name in FILES:
-                self._copy_file(folder / name, target / name, digest, is_trusted)
+                digest.update(self._copy_file(folder / name, target / name, is_trusted))
         except OSError as error:
             self.remove(target)
             raise FailedPrecondition(f"the adapter cannot be read: {name}: {error.strerror}") from error
@@ -106,18 +106,21 @@ class AdapterFolders:
             raise
         return AdapterCopy(digest.hexdigest(), target)
 
-    def _copy_file(self, source: Path, target: Path, digest: hashlib._Hash, is_trusted: bool) -> None:
+    def _copy_file(self, source: Path, target: Path, is_trusted: bool) -> bytes:
+        """Copies a file; its SHA-256."""
         resolved = source.resolve(strict=True)
         if not is_trusted and not self._is_allowed(resolved):
             raise FailedPrecondition(f"{source.name} is a link to a file outside the server's --adapter-dirs")
         # Neither a link put there since, nor a pipe that would keep us waiting.
         descriptor = os.open(resolved, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        digest = hashlib.sha256()
         with open(descriptor, "rb") as reader, target.open("xb") as writer:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise FailedPrecondition(f"{source.name} is no file")
             while chunk := reader.read(CHUNK_BYTES):
                 digest.update(chunk)
                 writer.write(chunk)
+        return digest.digest()
 
     def remove(self, folder: Path) -> None:
         """Removes a copy."""

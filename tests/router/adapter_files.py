@@ -17,5 +17,5 @@ def make_adapter(folder: Path, content: str = "weights") -> Path:
 def version_of(folder: Path) -> str:
     digest = hashlib.sha256()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
-        digest.update((folder / name).read_bytes())
+        digest.update(hashlib.sha256((folder / name).read_bytes()).digest())
     return digest.hexdigest()
