@@ -1,7 +1,7 @@
 """Adapter folders on disk: which of them may be read, and private copies of what is in use. Blocking; run in threads.
 
-A version of an adapter is the SHA-256 of the SHA-256s of its two files, as shards compute it too. They read the copy and
-never the folder itself, so that whoever changes the folder changes no version that requests use.
+A version of an adapter is the SHA-256 of the SHA-256s of its two files, as shards compute it too. They read the copy
+and never the folder itself, so that whoever changes the folder changes no version that requests use.
 """
 
 from __future__ import annotations
