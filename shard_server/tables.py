@@ -57,6 +57,7 @@ class RowTables:
         self.top_p = np.ones(num_rows, np.float32)
         self.min_tokens = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
+        self.adapter_slots = np.full(num_rows, -1, np.int32)  # of the base model
         self.stop_ids: list[Int32] = [np.zeros(0, np.int32)] * num_rows
 
     def reset(self) -> None:
