@@ -1,14 +1,11 @@
-"""Adapter slots on the device: bound by steps from what is staged, and the adapters of a step's tokens."""
+"""Adapter slots on the device, bound by steps from what is staged."""
 
 from __future__ import annotations
 
 import numpy as np
-import torch
 
-from model.lora import AdapterBatchData
 from model.lora_stacks import LoraStacks
 from shard_server.adapters import StagedAdapters
-from shard_server.batch import Batch
 from shard_server.errors import ProtocolError
 from shard_server.link import Bindings, Int32
 from shard_server.tables import RowTables
@@ -44,10 +41,3 @@ class AdapterSlots:
         for slot in adapter_slots[adapter_slots >= 0].tolist():
             if slot >= self.stacks.max_loras or not self._is_bound[slot]:
                 raise ProtocolError(f"opened.adapter_slots: nothing is bound to adapter slot {slot}")
-
-    def batch_data(self, batch: Batch, tables: RowTables) -> AdapterBatchData | None:
-        """The adapters of the step's tokens; None where no row has one."""
-        row_slots = tables.adapter_slots[batch.slots]
-        if (row_slots < 0).all():
-            return None
-        return AdapterBatchData.build(torch.from_numpy(np.repeat(row_slots, batch.num_tokens)), self.stacks)
