@@ -30,6 +30,7 @@ class StepInputs:
     slots: torch.Tensor
     seqlen: Seqlen
     selective: SelectiveCache | None
+    adapter_data: AdapterBatchData | None
 
 
 class CohereLayerNorm:
@@ -110,6 +111,7 @@ class FlashCohereLayer:
         backend: AttentionBackend,
     ) -> None:
         """Takes every tensor under `prefix`."""
+        self.layer = layer
         self.parallel = weights.parallel
         self.input_layernorm = CohereLayerNorm(f"{prefix}.input_layernorm", config, weights)
         self.self_attn = FlashCohereAttention(f"{prefix}.self_attn", config, weights, layer, backend)
@@ -122,12 +124,18 @@ class FlashCohereLayer:
         self, hidden_states: torch.Tensor, kv_cache: tuple[torch.Tensor, torch.Tensor], step: StepInputs
     ) -> torch.Tensor:
         """`[T, hidden]` to a new `[T, hidden]`, after the layer's one all-reduce."""
-        projected = self.input_projection.forward(self.input_layernorm.forward(hidden_states))
+        normed = self.input_layernorm.forward(hidden_states)
+        projected = self.input_projection.forward(normed)
+        if step.adapter_data is not None:
+            layers.add_lora_input(normed, projected, step.adapter_data, self.layer)
         mixed = projected.new_empty((projected.shape[0], self.output_projection.in_features))
         self.self_attn.forward(projected[:, : self.qkv_size], kv_cache, step, mixed[:, : self.self_attn.query_size])
         self.mlp.forward(projected[:, self.qkv_size :], mixed[:, self.self_attn.query_size :])
         residual = hidden_states if self.parallel.rank == 0 else None
-        return self.parallel.all_reduce(self.output_projection.forward(mixed, residual))
+        out = self.output_projection.forward(mixed, residual)
+        if step.adapter_data is not None:
+            layers.add_lora_output(mixed, out, step.adapter_data, self.layer)
+        return self.parallel.all_reduce(out)
 
 
 class FlashCohereModel:
@@ -197,7 +205,7 @@ class FlashCohereForCausalLM:
             slots: int64 `[T]`, the place of each token's K and V.
             seqlen: lengths of the sequences.
             max_s: the longest context, as in seqlen; the reference's contract carries both.
-            adapter_data: None, the base model.
+            adapter_data: the adapter slots of the T tokens; None: no token has one.
             prefill_cache_indices: int64, the tokens of T that enter the cache; None: all. Contexts must be new.
             lm_head_indices: int64 `[R]`, the rows of T that need logits; None: all.
             skip_lm_head: return hidden states after the final norm instead of logits.
@@ -207,17 +215,15 @@ class FlashCohereForCausalLM:
             columns (or hidden states `[R, hidden]`), and None, where speculative logits would be.
 
         Raises:
-            ValueError: adapter_data is given, or prefill_cache_indices with a sequence that has a cached part.
+            ValueError: prefill_cache_indices is given with a sequence that has a cached part.
         """
-        if adapter_data is not None:
-            raise ValueError("LoRA is not enabled")
         assert max_s == seqlen.max_context_len, "max_s and seqlen disagree"
         selective = None
         if prefill_cache_indices is not None:
             selective = SelectiveCache(prefill_cache_indices, slots, seqlen, self.attention.block_size)
             block_tables, slots = selective.block_tables, selective.slots
         cos_sin, positions = self.model.rotary.for_step(position_ids)
-        step = StepInputs(positions, cos_sin, cu_seqlen_prefill, block_tables, slots, seqlen, selective)
+        step = StepInputs(positions, cos_sin, cu_seqlen_prefill, block_tables, slots, seqlen, selective, adapter_data)
         hidden_states = self.model.forward(input_ids, kv_cache, step)
         if lm_head_indices is not None:
             hidden_states = hidden_states[lm_head_indices]

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from model.lora import AdapterBatchData
+from model.lora_adapter import INPUT_MODULES
+
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Mean-subtracting LayerNorm without bias over the last dimension, in float32 with the weight, cast once.
@@ -115,3 +118,65 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
         return
     gate, up = gate_up.chunk(2, dim=-1)
     torch.mul(F.silu(gate, inplace=True), up, out=out)
+
+
+def add_lora_input(normed: torch.Tensor, projected: torch.Tensor, data: AdapterBatchData, layer: int) -> None:
+    """Adds what the tokens' adapters add to the input projection, in place and before norms and rotary read it.
+
+    Twin: same arguments.
+
+    Args:
+        normed: `[T, hidden]`, what the projection read.
+        projected: `[T, q + 2 kv + 2 inner]` local columns.
+        data: the tokens' slots.
+        layer: index of the layer.
+    """
+    if normed.is_cuda:
+        from model import kernels
+
+        kernels.add_lora_input(normed, projected, data, layer)
+        return
+    stacks = data.stacks
+    max_rank, own = stacks.max_rank, stacks.layers[layer]
+    for slot, start, stop in data.segments:
+        tokens = data.token_order[start:stop]
+        x, column = normed[tokens], 0
+        for place, width in enumerate(stacks.sizes.inputs):
+            rank, row = stacks.host_ranks[slot][place], place * max_rank
+            if rank:
+                low = F.linear(x, own.a_in[slot, row : row + rank])
+                part = projected[:, column : column + width]
+                part.index_add_(0, tokens, F.linear(low, own.b_in[slot, column : column + width, :rank]))
+            column += width
+
+
+def add_lora_output(mixed: torch.Tensor, out: torch.Tensor, data: AdapterBatchData, layer: int) -> None:
+    """Adds what the tokens' adapters add to the output projection, in place and before the layer's all-reduce.
+
+    Each rank shrinks its own columns; the expansion is linear, so the ranks' sum is the whole.
+
+    Twin: same arguments.
+
+    Args:
+        mixed: `[T, q + inner]` local columns, what the projection read.
+        out: `[T, hidden]`, this rank's part of the layer's sum.
+        data: the tokens' slots.
+        layer: index of the layer.
+    """
+    if mixed.is_cuda:
+        from model import kernels
+
+        kernels.add_lora_output(mixed, out, data, layer)
+        return
+    stacks = data.stacks
+    max_rank, own = stacks.max_rank, stacks.layers[layer]
+    for slot, start, stop in data.segments:
+        tokens = data.token_order[start:stop]
+        ranks, column = stacks.host_ranks[slot][len(INPUT_MODULES) :], 0
+        for place, width in enumerate(stacks.sizes.outputs):
+            rank, row = ranks[place], place * max_rank
+            if rank:
+                x = mixed[tokens, column : column + width]
+                low = F.linear(x, own.a_out[slot, :rank, column : column + width])
+                out.index_add_(0, tokens, F.linear(low, own.b_out[slot, :, row : row + rank]))
+            column += width

@@ -116,23 +116,3 @@ def test_only_chosen_tokens_enter_the_cache_and_only_chosen_rows_have_logits(tmp
             written = ~part[1].isnan().any(-1).any(-1)
             assert written.nonzero().flatten().tolist() == [3, 4]
     assert hidden.shape == (5, 32)
-
-
-def test_adapter_data_is_refused_while_lora_is_not_enabled(tmp_path: Path) -> None:
-    from model.lora import AdapterBatchData
-
-    model = load(TensorParallel(), str(save(cohere(), tmp_path)))
-    one = torch.ones(1, dtype=torch.int32)
-    seqlen = Seqlen(one, one - 1, one, 1, 1, 1)
-    with pytest.raises(ValueError, match="LoRA"):
-        model.forward(
-            one.long(),
-            one.long(),
-            None,
-            nan_cache(model, 2),
-            one.view(1, 1),
-            one.long(),
-            seqlen,
-            1,
-            AdapterBatchData(one),
-        )
