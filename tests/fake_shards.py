@@ -43,8 +43,8 @@ class ShardsBroke(Exception):
 class Row:
     seed: int
     num_logprobs: int
-    next_start: int = 0
     adapter_slot: int = -1
+    next_start: int = 0
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     blocks: list[int] = dataclasses.field(default_factory=list)
 
