@@ -70,7 +70,7 @@ class Application:
             self._adapters = Adapters(settings, places, link.adapters, self._engine, metrics)
             metrics.set_max_loras(places.max_loras)
         if keeper is not None:
-            keeper.restore = self._restore
+            keeper.restore_adapters = self._restore
         limits = _limits(config, facts, tokenizer, link.info, 0 if places is None else places.max_loras)
         admission = Admission(link.info.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens)
         requests = Requests(limits, client, admission, readiness, metrics, config.default_deadline, self._adapters)

@@ -47,6 +47,9 @@ class Supervision(Protocol):
         """Shards like those of `link`. Raises what should end the engine."""
         ...
 
+    async def restore(self) -> None:
+        """Called when no sequence runs any more, before the new shards get a step."""
+
 
 class Engine:
     """Owns the scheduler and the shard link. Submissions and cancellations come in, batches of events go out."""
@@ -118,6 +121,7 @@ class Engine:
                     if self._supervision is None:
                         raise
                     self._begin_again(await self._recover(self._supervision, lost))
+                    await self._supervision.restore()
         except Exception:
             self._is_over = True
             self._hand_out(self._scheduler.fail_all("the shards are gone"))

@@ -70,7 +70,7 @@ class ShardKeeper:
         self._router_id = uuid.uuid4().hex
         self._link: GrpcShardLink | None = None
         self._num_fruitless = 0  # attempts since a step was answered
-        self.restore: Restore | None = None  # called with each new link before steps are sent
+        self.restore_adapters: Restore | None = None  # called with each new link before steps are sent
 
     async def connect(self) -> GrpcShardLink:
         """The first link. Raises StartupError if the shards cannot be used, ShardFailure if one of ours ends."""
@@ -115,13 +115,17 @@ class ShardKeeper:
                 cause, is_alive = str(error), False
                 event(logger, "shards did not come back", cause=cause)
         self._check_same(link)
-        if self.restore is not None:
-            await self.restore(self._link)
         self._report(True)
         self._metrics.shards_restarted()
-        self._readiness.set_ready()
         event(logger, "shards are back", seconds=round(time.monotonic() - started_s, 3))
         return Recovered(self._link, blames_rows=ended is None or not ended.is_killed)
+
+    async def restore(self) -> None:
+        """See Supervision."""
+        assert self._link is not None
+        if self.restore_adapters is not None:
+            await self.restore_adapters(self._link)
+        self._readiness.set_ready()
 
     async def _pause(self) -> None:
         """Longer each time that the shards came back and answered nothing."""
