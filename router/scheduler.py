@@ -20,6 +20,7 @@ from router.detokenizer import Detokenizer
 from router.errors import Cancelled, DeadlineExceeded, InternalError, RequestError, ResourceExhausted, Unavailable
 from router.messages import Event, Load, RequestFailed, SequenceDelta, Submission
 from router.places import Places
+from router.quarantine import MAX_LOST_EPOCHS, MAX_TOKENS, Quarantine
 from router.sequence import Sequence, SequenceGroup
 from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
 from router.stopping import StopChecker
@@ -42,6 +43,7 @@ class Scheduler:
         self._adapters = adapters or AdapterPlaces()
         self._groups: dict[int, SequenceGroup] = {}
         self._waiting = WaitingQueue()
+        self._quarantine = Quarantine()
         self._deadlines: list[tuple[float, int]] = []
         self._unanswered: collections.deque[tuple[Step, list[Sequence]]] = collections.deque()
         self._last_step_id = 0
@@ -69,7 +71,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy we are."""
-        num_waiting = len(self._waiting) + self._adapters.num_parked
+        num_waiting = len(self._waiting) + self._adapters.num_parked + self._quarantine.num_waiting
         return Load(len(self._places.running), num_waiting, self._places.usage)
 
     def take_tally(self) -> Tally:
@@ -118,15 +120,49 @@ class Scheduler:
         self._unanswered.clear()
         return events
 
+    def end_epoch(self, blames_rows: bool) -> list[Event]:
+        """The shards lost every row and every step under way: all sequences are computed again, from their tokens.
+
+        Those in a step under way become suspects. If it may have been their fault (`blames_rows`), one to which it
+        happens twice without a token between ends with INTERNAL.
+        """
+        suspects = {id(member): member for _, rows in self._unanswered for member in rows if not member.is_finished}
+        running = self._places.running
+        were_placed = set(map(id, running))
+        for sequence in running:
+            self._adapters.leave(sequence)
+        self._adapters.end_epoch()
+        self._places.reset()
+        self._unanswered.clear()
+        self._last_step_id = 0
+        for sequence in running:
+            sequence.rewind()
+            if id(sequence) not in suspects and not sequence.is_suspect:
+                self._waiting.push(sequence)
+        events: list[Event] = []
+        for sequence in suspects.values():
+            sequence.num_unanswered_steps = sequence.num_pending_samples = 0
+            sequence.num_lost_epochs += blames_rows
+            if not sequence.is_suspect and id(sequence) in were_placed:
+                self._quarantine.enter(sequence)
+            if sequence.num_lost_epochs >= MAX_LOST_EPOCHS and not sequence.is_finished:
+                events += self._fail(sequence.group, InternalError("the shards failed twice while computing this"))
+        return events
+
     # Scheduling.
 
     def schedule(self, now_s: float) -> Step | None:
         """The next step to send, or None when nothing can be computed before an answer or a request comes."""
         step = Step(self._last_step_id + 1)
         rows: list[Sequence] = []
-        budget = self._schedule_decodes(step, rows, self._info.max_num_batched_tokens)
-        budget = self._schedule_prefills(step, rows, budget)
-        self._start_waiting(step, rows, budget, now_s)
+        if suspect := self._quarantine.head:
+            if self._unanswered:
+                return None
+            self._schedule_suspect(step, rows, suspect, now_s)
+        else:
+            budget = self._schedule_decodes(step, rows, self._info.max_num_batched_tokens)
+            budget = self._schedule_prefills(step, rows, budget)
+            self._start_waiting(step, rows, budget, now_s)
         if not rows:
             return None
         step.closed_slots = self._places.take_closed_slots()
@@ -134,6 +170,19 @@ class Scheduler:
         self._last_step_id = step.step_id
         self._unanswered.append((step, rows))
         return step
+
+    def _schedule_suspect(self, step: Step, rows: list[Sequence], suspect: Sequence, now_s: float) -> None:
+        is_new = suspect.slot is None
+        if is_new and not self._adapters.place(suspect):  # Parked, and later one of the others.
+            self._quarantine.leave(suspect)
+            return
+        while (new_blocks := self._places.take_or_grow(suspect)) is None:
+            self._preempt(next(other for other in reversed(self._places.running) if other is not suspect))
+        if is_new:
+            self._adapters.enter(suspect)
+            self._open(step, suspect, now_s)
+        chunk = min(suspect.num_tokens - suspect.num_computed_tokens, MAX_TOKENS, self._info.max_num_batched_tokens)
+        self._compute(step, rows, suspect, chunk, new_blocks)
 
     def _schedule_decodes(self, step: Step, rows: list[Sequence], budget: int) -> int:
         index = 0
@@ -229,17 +278,33 @@ class Scheduler:
             sequence.num_pending_samples -= scheduled.is_sampled
             if sequence.is_finished:
                 continue  # It ended after this step was sent.
-            if error := _row_error(result, row):
-                events += self._fail(sequence.group, error)
+            if result.is_out_of_memory:
+                events += self._try_apart(sequence)
+            elif not row.is_finite:
+                events += self._fail(sequence.group, InternalError("the model gave no finite numbers for this request"))
             elif row.sampled is not None:
                 self._accept(sequence, row, events, now_s)
         return events
+
+    def _try_apart(self, sequence: Sequence) -> list[Event]:
+        """Its step ran out of memory: alone it may fit. A step sent ahead of that answer fails with it."""
+        if sequence.is_suspect and sequence.slot is not None:
+            text = "the device ran out of memory in a step of this request alone; try a shorter one"
+            return self._fail(sequence.group, ResourceExhausted(text))
+        if sequence.slot is not None:
+            self._places.give_up(sequence)
+            self._adapters.leave(sequence)
+            sequence.rewind()
+            self._quarantine.enter(sequence)
+        return []
 
     def _accept(self, sequence: Sequence, row: RowResult, events: list[Event], now_s: float) -> None:
         assert row.sampled is not None
         group = sequence.group
         sequence.output_token_ids.append(row.sampled.token_id)
         self._tally.count_token(sequence, now_s)
+        if sequence.is_suspect or sequence.num_lost_epochs:
+            self._quarantine.prove(sequence)
         piece = sequence.checker.accept(row.sampled)
         if piece.text or piece.token_ids or piece.finish:
             key = group.submission.key
@@ -256,7 +321,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         self._places.give_up(sequence)
         self._adapters.leave(sequence)
-        sequence.num_computed_tokens = sequence.num_shard_tokens = 0
+        sequence.rewind()
         self._tally.num_preemptions += 1
         self._waiting.push(sequence)
 
@@ -268,8 +333,10 @@ class Scheduler:
         if sequence.slot is not None:
             self._places.give_up(sequence)
             self._adapters.leave(sequence)
-        elif not sequence.is_parked:
+        elif not (sequence.is_parked or sequence.is_suspect):
             self._waiting.leave()
+        if sequence.is_suspect:
+            self._quarantine.leave(sequence)
         self._adapters.remove(sequence)
 
     def _fail(self, group: SequenceGroup, error: RequestError) -> list[Event]:
@@ -290,15 +357,9 @@ class Scheduler:
         members = [member for group in self._groups.values() for member in group.members]
         self._places.check_integrity(members)
         self._adapters.check_integrity([member for member in members if not member.is_finished])
-        waiting = [m for m in members if m.slot is None and not m.is_finished and not m.is_parked]
+        self._quarantine.check_integrity(members)
+        elsewhere = ("is_finished", "is_suspect", "is_parked")
+        waiting = [m for m in members if m.slot is None and not any(getattr(m, mark) for mark in elsewhere)]
         self._waiting.check_integrity(waiting)
         assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
         assert all(not group.is_finished for group in self._groups.values()), "a finished request is kept"
-
-
-def _row_error(result: StepResult, row: RowResult) -> RequestError | None:
-    if result.is_out_of_memory:
-        return ResourceExhausted("the device ran out of memory in a step of this request; try a shorter one")
-    if not row.is_finite:
-        return InternalError("the model gave no finite numbers for this request")
-    return None

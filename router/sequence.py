@@ -37,6 +37,9 @@ class Sequence:
     num_unanswered_steps: int = 0
     num_pending_samples: int = 0
     is_finished: bool = False
+    is_suspect: bool = False  # waits or runs apart from the others, see Quarantine
+    num_lost_epochs: int = 0  # that ended with it in a step, since it was last cleared
+    num_proofs: int = 0  # tokens of it since then
     last_token_s: float | None = None
     adapter_slot: int = -1  # of the adapter while the sequence runs; -1: none
     is_parked: bool = False  # waits for its adapter, apart from the queue
@@ -73,6 +76,10 @@ class Sequence:
         """Whether one more token is wanted after those that are on their way."""
         wanted = self.group.submission.stopping.max_tokens
         return len(self.output_token_ids) + self.num_pending_samples < wanted
+
+    def rewind(self) -> None:
+        """What the shards had of it is gone."""
+        self.num_computed_tokens = self.num_shard_tokens = 0
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Known tokens at positions [start, stop)."""

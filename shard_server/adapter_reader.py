@@ -6,11 +6,11 @@ import dataclasses
 from pathlib import Path
 
 import torch
-from model.lora_weights import adapter_version, load_adapter
 
 from model.config import ModelConfig
 from model.errors import AdapterError
 from model.lora_adapter import LoraSlices
+from model.lora_weights import adapter_version, load_adapter
 from model.parallel import TensorParallel
 from shard_server.adapters import AdapterRecipe
 

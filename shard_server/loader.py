@@ -30,6 +30,7 @@ from shard_server.graph_sizes import GraphShape, shapes
 from shard_server.kv_cache import allocate, block_bytes, choose_num_blocks
 from shard_server.memory import MemoryProbe, MemoryUse, explain_graph_shortage, explain_shortage
 from shard_server.model_runner import ModelRunner
+from shard_server.progress import Progress
 from shard_server.tables import RowTables
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ def load(config: ShardConfig, join: Callable[[], RankGroup]) -> tuple[ModelRunne
         )
         measured = None
         if device.type == "cuda":
+            _tune_products(config, model)
+            clock.lap("tune_products")
             use = _measure(config, functools.partial(build, facts), device, clock)
             measured = use.left_for_blocks(config.gpu_memory_utilization, len(graph_shapes))
             clock.lap("measure_memory")
@@ -152,6 +155,14 @@ def _graph_shapes(
     kv_heads = group.parallel.kv_share(model_config.num_key_value_heads)
     has_window = any(model_config.window(layer) is not None for layer in range(model_config.num_hidden_layers))
     return shapes(config.graph_sizes, max_model_len, kv_heads.stop - kv_heads.start, has_window)
+
+
+def _tune_products(config: ShardConfig, model: FlashCohereForCausalLM) -> None:
+    from model.products import NUM_GROUPS, row_counts, tune_products
+
+    counts = row_counts(config.max_num_seqs, config.max_num_batched_tokens)
+    with Progress("measuring products", len(counts) * NUM_GROUPS) as progress, torch.inference_mode():
+        tune_products(model, counts, progress.advance)
 
 
 def _measure(

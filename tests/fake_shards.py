@@ -35,11 +35,16 @@ def hashed_token(seed: int, tokens: tuple[int, ...], version: str = "") -> int:
     return int.from_bytes(digest, "little") % INFO.vocab_size
 
 
+class ShardsBroke(Exception):
+    """A step ended the shards."""
+
+
 @dataclasses.dataclass
 class Row:
     seed: int
     num_logprobs: int
     adapter_slot: int = -1
+    next_start: int = 0
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     blocks: list[int] = dataclasses.field(default_factory=list)
 
@@ -65,6 +70,8 @@ class FakeShards:
         self.steps: list[Step] = []
         self.poison: Callable[[Row, ScheduledRow], bool] = lambda row, scheduled: False
         self.out_of_memory_at: set[int] = set()
+        self.is_too_large: Callable[[Step], bool] = lambda step: False
+        self.break_at: Callable[[Step], bool] = lambda step: False
 
     def execute(self, step: Step) -> StepResult:
         """Applies one step."""
@@ -91,17 +98,22 @@ class FakeShards:
                 self.rows[filled.slot].tokens[filled.start + offset] = token
         assert sum(row.num_tokens for row in step.scheduled) <= self.info.max_num_batched_tokens
         assert len({row.slot for row in step.scheduled}) == len(step.scheduled), "a slot twice in a step"
-        is_out_of_memory = step.step_id in self.out_of_memory_at
-        results = [self._compute(row) for row in step.scheduled]
+        if self.break_at(step):
+            raise ShardsBroke
+        # A step that builds on one that ran out of memory is lost with it, see shard_server/tables.py.
+        is_out_of_memory = step.step_id in self.out_of_memory_at or self.is_too_large(step)
+        is_out_of_memory |= any(row.start != self.rows[row.slot].next_start for row in step.scheduled)
         if is_out_of_memory:
-            results = [RowResult(True, None) for _ in results]
+            results = [RowResult(True, None) for _ in step.scheduled]
+        else:
+            results = [self._compute(row) for row in step.scheduled]
         return StepResult(step.step_id, is_out_of_memory, results, 0.0, 0.0)
 
     def _compute(self, scheduled: ScheduledRow) -> RowResult:
         row = self.rows[scheduled.slot]
         row.blocks += scheduled.new_block_ids
         assert 0 not in row.blocks and all(block < self.info.num_blocks for block in row.blocks)
-        end = scheduled.start + scheduled.num_tokens
+        end = row.next_start = scheduled.start + scheduled.num_tokens
         version = self.bound[row.adapter_slot] if row.adapter_slot >= 0 else ""
         for position in range(scheduled.start, end):
             self.cache[self._place(row, position)] = (position, row.tokens[position], version)
@@ -185,6 +197,10 @@ class FakeLink:
             raise ShardLost(0, "on request")
         await asyncio.sleep(self.step_s)
         return self.shards.execute(step.result())
+
+    def silent_ranks(self) -> list[int]:
+        """The only one."""
+        return [0]
 
     def lose(self) -> None:
         """From now on the shards are gone."""
