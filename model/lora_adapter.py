@@ -111,9 +111,13 @@ class LoraSlices:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """A whole adapter; `pairs[layer, module]` with a module of MODULES."""
+    """A whole adapter; `pairs[layer, module]` with a module of MODULES.
+
+    `is_rslora` tells that its configuration has `use_rslora`. The pairs' scales say so already; a merge asks for it.
+    """
 
     pairs: dict[tuple[int, str], LoraPair]
+    is_rslora: bool = False
 
     def slices(
         self, config: ModelConfig, parallel: TensorParallel, dtype: torch.dtype, is_pinned: bool = False
