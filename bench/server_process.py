@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from pathlib import Path
 from types import TracebackType
 
@@ -31,7 +32,8 @@ class ServerProcess:
         self.address = f"127.0.0.1:{_free_port()}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed in stop)
         command = [sys.executable, "-m", "router", "serve", "--model", str(model_dir), "--host", "127.0.0.1"]
-        command += ["--port", self.address.rpartition(":")[2], "--metrics-port", str(_free_port()), *flags]
+        self._metrics_port = _free_port()
+        command += ["--port", self.address.rpartition(":")[2], "--metrics-port", str(self._metrics_port), *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": str(num_threads)}
         start = time.perf_counter()
         self._process = subprocess.Popen(
@@ -69,6 +71,26 @@ class ServerProcess:
     def cpu_s(self) -> float:
         """Processor seconds that the server and its shards have used so far."""
         return sum(_cpu_s(pid) for pid in _family(self._process.pid))
+
+    def shard_pids(self) -> list[int]:
+        """The processes of its shards that live now, in order of their start."""
+        return [pid for pid in sorted(_family(self._process.pid)) if "shard_server" in _command(pid)]
+
+    def held(self) -> tuple[int, int]:
+        """Open files and resident bytes of the router's process."""
+        folder = Path(f"/proc/{self._process.pid}")
+        pages = int((folder / "statm").read_text().split()[1])
+        return len(list((folder / "fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE")
+
+    def num_open_calls(self) -> int:
+        """RPCs that began and have not ended, by its metrics."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=10) as response:
+            lines = response.read().decode().splitlines()
+        started, handled = (
+            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"grpc_server_{what}_total{{"))
+            for what in ("started", "handled")
+        )
+        return int(started - handled)
 
     def stop(self) -> None:
         """Asks the server to drain and waits for its end; kills it if it does not."""
@@ -117,6 +139,13 @@ def _stat(pid: int) -> list[str]:
     # The fields after the name in parentheses: state, parent, ...; see proc_pid_stat(5).
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _command(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
     except OSError:
         return []
 

@@ -123,12 +123,19 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor) -> None:
 def add_lora_input(normed: torch.Tensor, projected: torch.Tensor, data: AdapterBatchData, layer: int) -> None:
     """Adds what the tokens' adapters add to the input projection, in place and before norms and rotary read it.
 
+    Twin: same arguments.
+
     Args:
         normed: `[T, hidden]`, what the projection read.
         projected: `[T, q + 2 kv + 2 inner]` local columns.
         data: the tokens' slots.
         layer: index of the layer.
     """
+    if normed.is_cuda:
+        from model import kernels
+
+        kernels.add_lora_input(normed, projected, data, layer)
+        return
     stacks = data.stacks
     max_rank, own = stacks.max_rank, stacks.layers[layer]
     for slot, start, stop in data.segments:
@@ -148,12 +155,19 @@ def add_lora_output(mixed: torch.Tensor, out: torch.Tensor, data: AdapterBatchDa
 
     Each rank shrinks its own columns; the expansion is linear, so the ranks' sum is the whole.
 
+    Twin: same arguments.
+
     Args:
         mixed: `[T, q + inner]` local columns, what the projection read.
         out: `[T, hidden]`, this rank's part of the layer's sum.
         data: the tokens' slots.
         layer: index of the layer.
     """
+    if mixed.is_cuda:
+        from model import kernels
+
+        kernels.add_lora_output(mixed, out, data, layer)
+        return
     stacks = data.stacks
     max_rank, own = stacks.max_rank, stacks.layers[layer]
     for slot, start, stop in data.segments:

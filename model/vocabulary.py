@@ -89,9 +89,5 @@ class VocabularyHead:
         is_exact = math.frexp(self.logit_scale)[0] == 0.5
         if is_exact:
             hidden_states = hidden_states * self.logit_scale
-        weight = self.projection.weight.t()
-        if hidden_states.dtype == torch.float32:
-            logits = torch.mm(hidden_states, weight)
-        else:
-            logits = torch.mm(hidden_states, weight, out_dtype=torch.float32)
+        logits = self.projection.to_float32(hidden_states)
         return logits if is_exact else logits.mul_(self.logit_scale)

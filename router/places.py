@@ -20,12 +20,19 @@ class Places:
     """
 
     def __init__(self, info: ShardInfo) -> None:
-        self._blocks = BlockManager(info.num_blocks, info.block_size)
-        self._max_num_seqs = info.max_num_seqs
+        self._info = info
         self._reserve = int(info.num_blocks * FREE_SHARE_AT_START)
-        self._free_slots = list(range(info.max_num_seqs - 1, -1, -1))
-        self._closed_slots: list[int] = []
         self.running: list[Sequence] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """All places are free, whoever held them: the shards' tables and cache are gone."""
+        for sequence in self.running:
+            sequence.slot, sequence.block_table = None, []
+        self._blocks = BlockManager(self._info.num_blocks, self._info.block_size)
+        self._free_slots = list(range(self._info.max_num_seqs - 1, -1, -1))
+        self._closed_slots: list[int] = []
+        self.running = []
 
     @property
     def max_kv_tokens(self) -> int:
@@ -64,6 +71,12 @@ class Places:
             sequence.block_table += blocks
         return blocks
 
+    def take_or_grow(self, sequence: Sequence) -> list[int] | None:
+        """Whatever `sequence` still needs of a slot and blocks for its known tokens."""
+        if sequence.slot is not None:
+            return self.grow(sequence, sequence.num_tokens)
+        return self.take(sequence) if self._free_slots else None
+
     def give_up(self, sequence: Sequence) -> None:
         """Takes slot and blocks back."""
         assert sequence.slot is not None
@@ -84,5 +97,5 @@ class Places:
         assert sorted(map(id, placed)) == sorted(map(id, self.running)), "running sequences are those with a slot"
         assert all(a.order < b.order for a, b in itertools.pairwise(self.running)), "running is not in order"
         slots = [*self._free_slots, *(member.slot for member in placed if member.slot is not None)]
-        assert sorted(slots) == list(range(self._max_num_seqs)), "a slot is lost or has two owners"
+        assert sorted(slots) == list(range(self._info.max_num_seqs)), "a slot is lost or has two owners"
         self._blocks.check_integrity([member.block_table for member in placed])

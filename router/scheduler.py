@@ -5,7 +5,8 @@ arrival. Each step, running rows that generate take one token of the budget each
 ones, fill the rest in chunks. A sequence gets the blocks of all its known tokens when it starts, and one more whenever
 it grows into it; when none is free the last running sequence is preempted: it gives up slot and blocks and waits, with
 its tokens, to be computed again. Steps are sent before the answers of earlier ones are here, see `Sequence`; a block or
-slot given up is reused at once, because the shards run steps in order.
+slot given up is reused at once, because the shards run steps in order. A sequence whose adapter has no place is parked
+beside the queue, see `AdapterPlaces`.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import collections
 import heapq
 from collections.abc import Callable
 
+from router.adapter_places import AdapterPlaces
 from router.detokenizer import Detokenizer
 from router.errors import Cancelled, DeadlineExceeded, InternalError, RequestError, ResourceExhausted, Unavailable
 from router.messages import Event, Load, RequestFailed, SequenceDelta, Submission
 from router.places import Places
+from router.quarantine import MAX_LOST_EPOCHS, MAX_TOKENS, Quarantine
 from router.sequence import Sequence, SequenceGroup
 from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
 from router.stopping import StopChecker
@@ -30,13 +33,17 @@ MakeDetokenizer = Callable[[bool], Detokenizer]
 class Scheduler:
     """Synchronous, without I/O; times are time.monotonic() seconds, handed in."""
 
-    def __init__(self, info: ShardInfo, make_detokenizer: MakeDetokenizer) -> None:
-        """`make_detokenizer(skip_special_tokens)` gives each sequence its own."""
+    def __init__(
+        self, info: ShardInfo, make_detokenizer: MakeDetokenizer, adapters: AdapterPlaces | None = None
+    ) -> None:
+        """`make_detokenizer(skip_special_tokens)` gives each sequence its own; `adapters` None: LoRA is off."""
         self._info = info
         self._make_detokenizer = make_detokenizer
         self._places = Places(info)
+        self._adapters = adapters or AdapterPlaces()
         self._groups: dict[int, SequenceGroup] = {}
         self._waiting = WaitingQueue()
+        self._quarantine = Quarantine()
         self._deadlines: list[tuple[float, int]] = []
         self._unanswered: collections.deque[tuple[Step, list[Sequence]]] = collections.deque()
         self._last_step_id = 0
@@ -64,7 +71,8 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy we are."""
-        return Load(len(self._places.running), len(self._waiting), self._places.usage)
+        num_waiting = len(self._waiting) + self._adapters.num_parked + self._quarantine.num_waiting
+        return Load(len(self._places.running), num_waiting, self._places.usage)
 
     def take_tally(self) -> Tally:
         """What happened since the last call."""
@@ -82,6 +90,7 @@ class Scheduler:
             detokenizer = self._make_detokenizer(submission.output.skip_special_tokens)
             member = Sequence(group, index, StopChecker(submission.stopping, detokenizer))
             group.members.append(member)
+            self._adapters.add(member)
             self._waiting.push(member)
         if submission.deadline_s is not None:
             heapq.heappush(self._deadlines, (submission.deadline_s, submission.key))
@@ -100,10 +109,43 @@ class Scheduler:
                 events += self._fail(group, DeadlineExceeded("the deadline passed before the answer was complete"))
         return events
 
+    def fail_adapter(self, version: str, error: RequestError) -> list[Event]:
+        """Ends the requests that wait for an adapter which could not be loaded."""
+        groups = [group for group in self._groups.values() if group.waits_for(version)]
+        return [event for group in groups for event in self._fail(group, error)]
+
     def fail_all(self, message: str) -> list[Event]:
         """Ends every request with UNAVAILABLE: the shards are gone, and with them the steps under way."""
         events = [event for group in list(self._groups.values()) for event in self._fail(group, Unavailable(message))]
         self._unanswered.clear()
+        return events
+
+    def end_epoch(self, blames_rows: bool) -> list[Event]:
+        """The shards lost every row and every step under way: all sequences are computed again, from their tokens.
+
+        Those in a step under way become suspects. If it may have been their fault (`blames_rows`), one to which it
+        happens twice without a token between ends with INTERNAL.
+        """
+        suspects = {id(member): member for _, rows in self._unanswered for member in rows if not member.is_finished}
+        running = self._places.running
+        were_placed = set(map(id, running))
+        for sequence in running:
+            self._adapters.leave(sequence)
+        self._places.reset()
+        self._unanswered.clear()
+        self._last_step_id = 0
+        for sequence in running:
+            sequence.rewind()
+            if id(sequence) not in suspects and not sequence.is_suspect:
+                self._waiting.push(sequence)
+        events: list[Event] = []
+        for sequence in suspects.values():
+            sequence.num_unanswered_steps = sequence.num_pending_samples = 0
+            sequence.num_lost_epochs += blames_rows
+            if not sequence.is_suspect and id(sequence) in were_placed:
+                self._quarantine.enter(sequence)
+            if sequence.num_lost_epochs >= MAX_LOST_EPOCHS and not sequence.is_finished:
+                events += self._fail(sequence.group, InternalError("the shards failed twice while computing this"))
         return events
 
     # Scheduling.
@@ -112,15 +154,34 @@ class Scheduler:
         """The next step to send, or None when nothing can be computed before an answer or a request comes."""
         step = Step(self._last_step_id + 1)
         rows: list[Sequence] = []
-        budget = self._schedule_decodes(step, rows, self._info.max_num_batched_tokens)
-        budget = self._schedule_prefills(step, rows, budget)
-        self._start_waiting(step, rows, budget, now_s)
+        if suspect := self._quarantine.head:
+            if self._unanswered:
+                return None
+            self._schedule_suspect(step, rows, suspect, now_s)
+        else:
+            budget = self._schedule_decodes(step, rows, self._info.max_num_batched_tokens)
+            budget = self._schedule_prefills(step, rows, budget)
+            self._start_waiting(step, rows, budget, now_s)
         if not rows:
             return None
         step.closed_slots = self._places.take_closed_slots()
+        step.bindings = self._adapters.take_bindings(step.step_id)
         self._last_step_id = step.step_id
         self._unanswered.append((step, rows))
         return step
+
+    def _schedule_suspect(self, step: Step, rows: list[Sequence], suspect: Sequence, now_s: float) -> None:
+        is_new = suspect.slot is None
+        if is_new and not self._adapters.place(suspect):  # Parked, and later one of the others.
+            self._quarantine.leave(suspect)
+            return
+        while (new_blocks := self._places.take_or_grow(suspect)) is None:
+            self._preempt(next(other for other in reversed(self._places.running) if other is not suspect))
+        if is_new:
+            self._adapters.enter(suspect)
+            self._open(step, suspect, now_s)
+        chunk = min(suspect.num_tokens - suspect.num_computed_tokens, MAX_TOKENS, self._info.max_num_batched_tokens)
+        self._compute(step, rows, suspect, chunk, new_blocks)
 
     def _schedule_decodes(self, step: Step, rows: list[Sequence], budget: int) -> int:
         index = 0
@@ -160,13 +221,19 @@ class Scheduler:
         return budget
 
     def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
+        for woken in self._adapters.wake():
+            self._waiting.push(woken)
         while budget and self._places.has_slot and (sequence := self._waiting.head()) is not None:
             if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
                 break
+            if not self._adapters.place(sequence):  # Parked: those behind it may go on.
+                self._waiting.pop()
+                continue
             new_blocks = self._places.take(sequence)
             if new_blocks is None:
                 break
             self._waiting.pop()
+            self._adapters.enter(sequence)
             self._open(step, sequence, now_s)
             chunk = min(sequence.num_tokens, budget)
             self._compute(step, rows, sequence, chunk, new_blocks)
@@ -203,23 +270,40 @@ class Scheduler:
         """Takes the oldest unanswered step's result; returns what it means to the callers."""
         step, rows = self._unanswered.popleft()
         assert step.step_id == result.step_id and len(rows) == len(result.rows), "answers come in order"
+        self._adapters.answered(step.step_id)
         events: list[Event] = []
         for sequence, row, scheduled in zip(rows, result.rows, step.scheduled, strict=True):
             sequence.num_unanswered_steps -= 1
             sequence.num_pending_samples -= scheduled.is_sampled
             if sequence.is_finished:
                 continue  # It ended after this step was sent.
-            if error := _row_error(result, row):
-                events += self._fail(sequence.group, error)
+            if result.is_out_of_memory:
+                events += self._try_apart(sequence)
+            elif not row.is_finite:
+                events += self._fail(sequence.group, InternalError("the model gave no finite numbers for this request"))
             elif row.sampled is not None:
                 self._accept(sequence, row, events, now_s)
         return events
+
+    def _try_apart(self, sequence: Sequence) -> list[Event]:
+        """Its step ran out of memory: alone it may fit. A step sent ahead of that answer fails with it."""
+        if sequence.is_suspect and sequence.slot is not None:
+            text = "the device ran out of memory in a step of this request alone; try a shorter one"
+            return self._fail(sequence.group, ResourceExhausted(text))
+        if sequence.slot is not None:
+            self._places.give_up(sequence)
+            self._adapters.leave(sequence)
+            sequence.rewind()
+            self._quarantine.enter(sequence)
+        return []
 
     def _accept(self, sequence: Sequence, row: RowResult, events: list[Event], now_s: float) -> None:
         assert row.sampled is not None
         group = sequence.group
         sequence.output_token_ids.append(row.sampled.token_id)
         self._tally.count_token(sequence, now_s)
+        if sequence.is_suspect or sequence.num_lost_epochs:
+            self._quarantine.prove(sequence)
         piece = sequence.checker.accept(row.sampled)
         if piece.text or piece.token_ids or piece.finish:
             key = group.submission.key
@@ -235,7 +319,8 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._places.give_up(sequence)
-        sequence.num_computed_tokens = sequence.num_shard_tokens = 0
+        self._adapters.leave(sequence)
+        sequence.rewind()
         self._tally.num_preemptions += 1
         self._waiting.push(sequence)
 
@@ -246,8 +331,12 @@ class Scheduler:
         sequence.is_finished = True
         if sequence.slot is not None:
             self._places.give_up(sequence)
-        else:
+            self._adapters.leave(sequence)
+        elif not (sequence.is_parked or sequence.is_suspect):
             self._waiting.leave()
+        if sequence.is_suspect:
+            self._quarantine.leave(sequence)
+        self._adapters.remove(sequence)
 
     def _fail(self, group: SequenceGroup, error: RequestError) -> list[Event]:
         for member in group.members:
@@ -266,15 +355,10 @@ class Scheduler:
         """Asserts that slots, blocks and counts add up; cheap enough for tests and idle moments, not for each step."""
         members = [member for group in self._groups.values() for member in group.members]
         self._places.check_integrity(members)
-        waiting = [member for member in members if member.slot is None and not member.is_finished]
+        self._adapters.check_integrity([member for member in members if not member.is_finished])
+        self._quarantine.check_integrity(members)
+        elsewhere = ("is_finished", "is_suspect", "is_parked")
+        waiting = [m for m in members if m.slot is None and not any(getattr(m, mark) for mark in elsewhere)]
         self._waiting.check_integrity(waiting)
         assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
         assert all(not group.is_finished for group in self._groups.values()), "a finished request is kept"
-
-
-def _row_error(result: StepResult, row: RowResult) -> RequestError | None:
-    if result.is_out_of_memory:
-        return ResourceExhausted("the device ran out of memory in a step of this request; try a shorter one")
-    if not row.is_finite:
-        return InternalError("the model gave no finite numbers for this request")
-    return None

@@ -13,6 +13,9 @@ import torch
 
 from model.attention import Seqlen
 from model.flash_cohere import FlashCohereForCausalLM
+from model.lora import AdapterBatchData
+from model.lora_stacks import LoraStacks
+from shard_server.adapter_rows import num_adapter_columns, pack_adapters
 from shard_server.decode_kernels import ROW_COLUMNS, DecodeInputs, gather_rows, publish_tokens
 from shard_server.graph_sizes import GraphShape, ShapeIndex
 from shard_server.kv_cache import KVCache
@@ -36,19 +39,27 @@ class DecodeGraphs:
     """Captured decode steps of a ladder of shapes, which share inputs, results and scratch memory."""
 
     def __init__(
-        self, model: FlashCohereForCausalLM, tables: RowTables, kv_cache: KVCache, sampler: Sampler, rows: torch.Tensor
+        self,
+        model: FlashCohereForCausalLM,
+        tables: RowTables,
+        kv_cache: KVCache,
+        sampler: Sampler,
+        rows: torch.Tensor,
+        stacks: LoraStacks | None = None,
     ) -> None:
         """Captures nothing yet.
 
         Args:
             model, tables, kv_cache, sampler: what steps run with; their memory must stay where it is.
-            rows: int32, the fixed place of the uploaded columns, see `pack_rows`.
+            rows: int32, the fixed place of the uploaded columns, see `pack_step`.
+            stacks: the adapters, where shapes have any; their memory must stay where it is too.
         """
         self._model = model
         self._tables = tables
         self._kv_cache = kv_cache
         self._sampler = sampler
         self._rows = rows
+        self._stacks = stacks
         self._captured: dict[GraphShape, CapturedStep] = {}
         self._available = ShapeIndex([])
 
@@ -82,7 +93,8 @@ class DecodeGraphs:
         self._results = torch.zeros(2 * most, dtype=torch.int32, device=device)
 
     def _capture(self, shape: GraphShape, pool: Any) -> CapturedStep:  # noqa: ANN401 - torch has no name for it
-        padding = torch.from_numpy(pack_rows(self._tables.spare_slot, shape.num_rows))
+        none = np.zeros(0, np.int32)
+        padding = torch.from_numpy(self.pack_step(shape, none, none, none, none))
         self._rows[: len(padding)].copy_(padding)
         # First without a graph: compiles kernels and makes workspaces, which a capture must not do.
         self._run(shape)
@@ -96,9 +108,19 @@ class DecodeGraphs:
             graph.capture_end()
         return CapturedStep(graph, borrow(logits))
 
-    def choose(self, num_rows: int, max_context_len: int) -> GraphShape | None:
+    def choose(self, num_rows: int, max_context_len: int, has_adapters: bool) -> GraphShape | None:
         """The graph for a step of so many rows, or None."""
-        return self._available.choose(num_rows, max_context_len)
+        return self._available.choose(num_rows, max_context_len, has_adapters)
+
+    def pack_step(
+        self, shape: GraphShape, slots: Int32, starts: Int32, is_sampled: Int32, adapter_slots: Int32
+    ) -> Int32:
+        """What has to be uploaded to the fixed place before the shape is replayed with these rows."""
+        packed = pack_rows(self._tables.spare_slot, shape.num_rows, slots, starts, is_sampled)
+        if not shape.has_adapters:
+            return packed
+        assert self._stacks is not None
+        return np.concatenate((packed, pack_adapters(adapter_slots, shape.num_rows, self._stacks.max_loras)))
 
     def replay(self, shape: GraphShape) -> tuple[torch.Tensor, torch.Tensor]:
         """Runs the step whose rows were uploaded.
@@ -135,13 +157,22 @@ class DecodeGraphs:
                 max_context_len=context,
             ),
             max_s=context,
-            adapter_data=None,
+            adapter_data=self._adapter_data(shape),
         )
         token_ids, is_finite = self._sampler.draw_plainly(
             logits, inputs.temperature, inputs.seeds, inputs.next_positions
         )
         publish_tokens(rows, tables.tokens.tensor, token_ids, is_finite, self._results[: 2 * num_rows])
         return logits
+
+    def _adapter_data(self, shape: GraphShape) -> AdapterBatchData | None:
+        """Views of the uploaded columns behind the rows': any step may assign its rows to other slots."""
+        if not shape.has_adapters:
+            return None
+        assert self._stacks is not None
+        begin = ROW_COLUMNS * shape.num_rows
+        columns = self._rows[begin : begin + num_adapter_columns(shape.num_rows, self._stacks.max_loras)]
+        return AdapterBatchData.of_columns(columns, shape.num_rows, (), self._stacks)
 
 
 def pack_rows(

@@ -11,6 +11,9 @@ import torch
 
 from model.attention import Seqlen
 from model.flash_cohere import FlashCohereForCausalLM
+from model.lora import BASE, AdapterBatchData
+from shard_server.adapter_rows import adapters_of
+from shard_server.adapter_slots import AdapterSlots
 from shard_server.batch import Batch
 from shard_server.errors import ProtocolError
 from shard_server.graph_sizes import GraphShape
@@ -45,15 +48,19 @@ class ModelRunner:
         kv_cache: KVCache,
         max_num_batched_tokens: int,
         device: torch.device,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """`kv_cache` has as many blocks as `tables` allows ids for, of the model's block size."""
+        """`kv_cache` has as many blocks as `tables` allows ids for, of the model's block size; `adapters` None: LoRA is
+        off."""
         self._model = model
         self._tables = tables
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
         self._device = device
+        self.adapters = adapters
+        self._stacks = stacks = None if adapters is None else adapters.stacks
         self._sampler = Sampler(model.parallel, model.vocab_start)
-        rows_bytes = (tables.max_num_seqs + 1) * ROW_BYTES
+        rows_bytes = (tables.max_num_seqs + 1) * ROW_BYTES + (0 if stacks is None else 4 * (stacks.max_loras + 1))
         self._staging = Staging(device, rows_bytes + max_num_batched_tokens * TOKEN_BYTES)
         self._clock = StepClock(device)
         self._graphs: DecodeGraphs | None = None
@@ -62,6 +69,8 @@ class ModelRunner:
     def reset(self) -> None:
         """A new epoch: no row is open, the next step is number 1."""
         self._tables.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
         self._last_step_id = 0
         self._clock.reset()
 
@@ -85,6 +94,7 @@ class ModelRunner:
         self._last_step_id = work.step_id
         tables, scheduled = self._tables, work.scheduled
         tables.close(work.closed_slots)
+        self._apply_adapters(work)
         if work.opened is not None:
             tables.open(work.opened)
         if work.filled is not None:
@@ -112,6 +122,17 @@ class ModelRunner:
         self._staging.end(timing.event)
         return PendingStep(work.step_id, timing, rows)
 
+    def _apply_adapters(self, work: StepWork) -> None:
+        """Binds slots, and checks those of new rows."""
+        if self.adapters is None:
+            if work.bindings is not None or (work.opened is not None and (work.opened.adapter_slots >= 0).any()):
+                raise ProtocolError("the step uses adapters, but LoRA is off on this shard")
+            return
+        if work.bindings is not None:
+            self.adapters.bind(work.bindings, self._tables)
+        if work.opened is not None:
+            self.adapters.check_opened(work.opened.adapter_slots)
+
     def _begin(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Starts the clock, uploads, and writes on the device what the tables have waiting."""
         writes = self._tables.take_writes()
@@ -131,21 +152,20 @@ class ModelRunner:
         self._tables.append_blocks(scheduled)
         batch = Batch.build(scheduled, self._tables)
         rows = SamplingRows.build(batch, self._tables)
-        shape = None
+        adapter_slots, shape = self._tables.adapter_slots[batch.slots], None
         if self._graphs is not None and batch.num_decode_rows == len(batch.slots):
-            shape = self._graphs.choose(len(batch.slots), int(batch.context_lens.max()))
+            has_adapters = bool((adapter_slots != BASE).any())
+            shape = self._graphs.choose(len(batch.slots), int(batch.context_lens.max()), has_adapters)
         if shape is not None:
-            return self._replay(shape, batch, rows)
-        return PendingRows.of(batch, rows, self._forward_and_sample(batch, rows))
+            return self._replay(shape, batch, rows, adapter_slots)
+        adapters = adapters_of(adapter_slots, batch.num_tokens, self._stacks)
+        return PendingRows.of(batch, rows, self._forward_and_sample(batch, rows, adapters))
 
-    def _replay(self, shape: GraphShape, batch: Batch, rows: SamplingRows) -> PendingRows:
+    def _replay(self, shape: GraphShape, batch: Batch, rows: SamplingRows, adapter_slots: Int32) -> PendingRows:
         """A decode step as a graph; rows that want more than a plain draw are drawn again from its logits."""
-        from shard_server.cuda_graphs import pack_rows
-
         assert self._graphs is not None
-        num_rows, sampled = shape.num_rows, batch.is_sampled.astype(np.int32)
-        slots = batch.slots.astype(np.int32)
-        packed = pack_rows(self._tables.spare_slot, num_rows, slots, batch.cache_lens, sampled)
+        slots, sampled = batch.slots.astype(np.int32), batch.is_sampled.astype(np.int32)
+        packed = self._graphs.pack_step(shape, slots, batch.cache_lens, sampled, adapter_slots)
         if rows.is_plain:
             self._begin(packed)
             results, _ = self._graphs.replay(shape)
@@ -156,7 +176,7 @@ class ModelRunner:
         self._tables.tokens.tensor.view(-1).index_copy_(0, places, samples.token_ids)
         return PendingRows.of(batch, rows, samples)
 
-    def _forward_and_sample(self, batch: Batch, rows: SamplingRows) -> Samples:
+    def _forward_and_sample(self, batch: Batch, rows: SamplingRows, adapters: AdapterBatchData | None) -> Samples:
         """A step launched kernel by kernel: gather inputs, forward, sample, write the sampled tokens."""
         tables = self._tables
         (
@@ -205,7 +225,7 @@ class ModelRunner:
             slots=blocks * tables.block_size + positions % tables.block_size,
             seqlen=seqlen,
             max_s=max_context_len,
-            adapter_data=None,
+            adapter_data=adapters,
             lm_head_indices=None if is_decode else cu_seqlens[1:].long() - 1,
         )
         samples = self._sampler.sample(logits, rows, self._staging)
@@ -223,7 +243,7 @@ class ModelRunner:
             from shard_server.cuda_graphs import DecodeGraphs
 
             rows = self._staging.device_bytes[: self._staging.device_bytes.numel() // 4 * 4].view(torch.int32)
-            graphs = DecodeGraphs(self._model, self._tables, self._kv_cache, self._sampler, rows)
+            graphs = DecodeGraphs(self._model, self._tables, self._kv_cache, self._sampler, rows, self._stacks)
             graphs.capture(shapes)
             self._graphs = graphs
         self.reset()
@@ -236,13 +256,14 @@ class ModelRunner:
         """
         num_kv_heads = self._kv_cache[0][0].shape[2]
         tables = self._tables
-        steps = padded_steps(tables.max_num_seqs, self._max_num_batched_tokens, tables.max_model_len, num_kv_heads)
+        limits = (tables.max_num_seqs, self._max_num_batched_tokens, tables.max_model_len)
+        steps = padded_steps(*limits, num_kv_heads, self._stacks is not None)
         with Progress("compiling kernels", len(steps) + 1) as progress:
             for step in steps:
                 lengths = np.array([1] * step.num_decode_rows + [*step.prompt_lens], np.int32)
                 starts = np.zeros(len(lengths), np.int32)
                 starts[: step.num_decode_rows] = step.context_len - 1
-                self._run_padding(lengths, starts)
+                self._run_padding(lengths, starts, has_adapters=step.has_adapters)
                 progress.advance()
             self._run_padding(np.ones(1, np.int32), sampling=every_way_to_sample(tables.vocab_size))
             progress.advance()
@@ -250,7 +271,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run_largest_decode(self) -> None:
         """The decode step that needs the most memory, in the spare row and block 0; waits for it."""
-        self._run_padding(np.ones(min(self._tables.max_num_seqs, self._max_num_batched_tokens), np.int32))
+        num_rows = min(self._tables.max_num_seqs, self._max_num_batched_tokens)
+        self._run_padding(np.ones(num_rows, np.int32), has_adapters=self._stacks is not None)
 
     @torch.inference_mode()
     def run_largest_prefill(self) -> None:
@@ -259,10 +281,19 @@ class ModelRunner:
         num_tokens = min(self._max_num_batched_tokens, num_rows * self._tables.max_model_len)
         lengths = np.full(num_rows, num_tokens // num_rows, np.int32)
         lengths[: num_tokens % num_rows] += 1
-        self._run_padding(lengths)
+        self._run_padding(lengths, has_adapters=self._stacks is not None)
 
-    def _run_padding(self, lengths: Int32, starts: Int32 | None = None, sampling: SamplingRows | None = None) -> None:
-        """A step, launched kernel by kernel, of rows of these lengths that all are the spare one; waits for it."""
+    def _run_padding(
+        self,
+        lengths: Int32,
+        starts: Int32 | None = None,
+        sampling: SamplingRows | None = None,
+        has_adapters: bool = False,
+    ) -> None:
+        """A step, launched kernel by kernel, of rows of these lengths that all are the spare one; waits for it.
+
+        With `has_adapters` the rows go through adapter slot 0, which may be empty.
+        """
         num_rows = len(lengths)
         zeros = np.zeros(num_rows, np.int32)
         slots = np.full(num_rows, self._tables.spare_slot, np.int32)
@@ -270,7 +301,8 @@ class ModelRunner:
         rows = ScheduledRows(slots, starts, lengths, np.zeros(num_rows, np.bool_), zeros, np.zeros(0, np.int32))
         batch = Batch.build(rows, self._tables)
         sampling = sampling or SamplingRows.build(batch, self._tables)
-        pending = PendingRows.of(batch, sampling, self._forward_and_sample(batch, sampling))
+        adapters = adapters_of(zeros, lengths, self._stacks) if has_adapters else None
+        pending = PendingRows.of(batch, sampling, self._forward_and_sample(batch, sampling, adapters))
         timing = self._clock.end()
         self._staging.end(timing.event)
         PendingStep(0, timing, pending).finish()

@@ -19,6 +19,8 @@ PROMPT_SIZES = (16, 32, 64, 128)
 FEW_TOKENS = 256
 """Up to here the elementwise kernels run smaller programs."""
 MANY_TOKENS = 512
+ADAPTER_TOKENS = (1, 9, 513)
+"""Tokens of a step that give the adapters' kernels different tiles; see `lora_tilings`."""
 MULTIPLE = 16
 """Counts that are multiples of it are told apart from others."""
 NUM_LIKELIEST = 20
@@ -31,10 +33,11 @@ class PaddedStep:
     num_decode_rows: int
     context_len: int
     prompt_lens: tuple[int, ...] = ()
+    has_adapters: bool = False
 
 
 def padded_steps(
-    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_kv_heads: int
+    max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_kv_heads: int, has_adapters: bool = False
 ) -> list[PaddedStep]:
     """All steps that a fresh process runs once; `num_kv_heads` is this rank's number."""
     most = min(max_num_seqs, max_num_batched_tokens)
@@ -50,6 +53,11 @@ def padded_steps(
             if beside > 0:
                 steps.append(PaddedStep(beside, max_model_len, (prompt_len,)))
     steps += [PaddedStep(0, 0, lens) for lens in _wide_prompts(max_num_seqs, max_num_batched_tokens, max_model_len)]
+    if has_adapters:
+        most_tokens = min(max_num_batched_tokens, max_num_seqs * max_model_len)
+        for num_tokens in ADAPTER_TOKENS:
+            if num_tokens <= most_tokens:
+                steps.append(PaddedStep(0, 0, _prompts(num_tokens, max_model_len), has_adapters=True))
     return list(dict.fromkeys(steps))
 
 
@@ -59,9 +67,14 @@ def _wide_prompts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len:
     found = []
     for num_tokens in sorted({most // MULTIPLE * MULTIPLE, most, most - 1}):
         if num_tokens > FEW_TOKENS:
-            whole, rest = divmod(num_tokens, max_model_len)
-            found.append((max_model_len,) * whole + ((rest,) if rest else ()))
+            found.append(_prompts(num_tokens, max_model_len))
     return found
+
+
+def _prompts(num_tokens: int, max_model_len: int) -> tuple[int, ...]:
+    """As few prompts as have so many tokens together."""
+    whole, rest = divmod(num_tokens, max_model_len)
+    return (max_model_len,) * whole + ((rest,) if rest else ())
 
 
 def every_way_to_sample(vocab_size: int) -> SamplingRows:

@@ -66,6 +66,23 @@ def wait_for_inputs() -> None:
 
 
 @jit
+def let_next_start() -> None:
+    """Lets the next kernel be set up, while this one may not have waited for the one before it yet.
+
+    For a kernel that ends with `wait_for_previous`; the next one then still finds all before this one complete.
+    """
+    if HAS_DEPENDENT_LAUNCH:
+        gdc_launch_dependents()
+
+
+@jit
+def wait_for_previous() -> None:
+    """Returns when the kernel before this one is complete and what it wrote can be read."""
+    if HAS_DEPENDENT_LAUNCH:
+        gdc_wait()
+
+
+@jit
 def dot(left: tl.tensor, right: tl.tensor, acc: tl.tensor) -> tl.tensor:
     """acc + left @ right, float32 exactly (no tf32); the interpreter knows no bfloat16 products."""
     if IS_INTERPRETED:

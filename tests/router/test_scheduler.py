@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.errors import Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable
+from router.adapter_places import AdapterPlaces
+from router.errors import Cancelled, DeadlineExceeded, InternalError, Unavailable
 from router.messages import (
     Event,
     FinishReason,
@@ -50,7 +51,7 @@ def expected(request: Submission, index: int = 0) -> list[int]:
     seed = member_seed(request.sampling.seed, index)
     tokens = list(request.prompt_token_ids)
     for _ in range(request.stopping.max_tokens):
-        tokens.append(hashed_token(seed, tuple(tokens)))
+        tokens.append(hashed_token(seed, tuple(tokens), request.adapter.version if request.adapter else ""))
         if tokens[-1] in request.stopping.eos_token_ids and len(tokens) > request.stopping.min_tokens:
             break
     return tokens[len(request.prompt_token_ids) :]
@@ -59,9 +60,9 @@ def expected(request: Submission, index: int = 0) -> list[int]:
 class Harness:
     """Steps a scheduler with `run_ahead` unanswered steps and collects what each request got."""
 
-    def __init__(self, info: ShardInfo = INFO, run_ahead: int = 1) -> None:
+    def __init__(self, info: ShardInfo = INFO, run_ahead: int = 1, adapters: AdapterPlaces | None = None) -> None:
         self.shards = FakeShards(info)
-        self.scheduler = Scheduler(info, lambda skip: Words())
+        self.scheduler = Scheduler(info, lambda skip: Words(), adapters)
         self.run_ahead = run_ahead
         self.answers: collections.deque[object] = collections.deque()
         self.events: dict[int, list[Event]] = collections.defaultdict(list)
@@ -83,6 +84,15 @@ class Harness:
         self.collect(self.scheduler.postprocess(self.answers.popleft(), self.now_s))  # type: ignore[arg-type]
         self.scheduler.check_integrity()
         return True
+
+    def lose_epoch(self, blames_rows: bool = True) -> None:
+        """The shards end with every row; other ones stand in, whose steps begin at 1."""
+        fresh = FakeShards(self.shards.info)
+        fresh.poison, fresh.is_too_large = self.shards.poison, self.shards.is_too_large
+        self.shards = fresh
+        self.answers.clear()
+        self.collect(self.scheduler.end_epoch(blames_rows))
+        self.scheduler.check_integrity()
 
     def run(self, max_ticks: int = 3000) -> None:
         for _ in range(max_ticks):
@@ -241,18 +251,6 @@ def test_a_row_that_is_not_finite_ends_its_request_alone() -> None:
     assert isinstance(harness.error(2), InternalError)
     for request in (requests[0], requests[2]):
         assert harness.tokens(request.key) == expected(request)
-
-
-def test_a_step_out_of_memory_ends_its_requests_and_later_ones_are_served() -> None:
-    harness = Harness(run_ahead=1)
-    harness.scheduler.add(submission(1))
-    harness.shards.out_of_memory_at = {1}
-    harness.run()
-    assert isinstance(harness.error(1), ResourceExhausted)
-    later = submission(2)
-    harness.scheduler.add(later)
-    harness.run()
-    assert harness.tokens(2) == expected(later)
 
 
 def test_a_cancelled_request_frees_its_blocks_at_once_even_between_a_step_and_its_answer() -> None:

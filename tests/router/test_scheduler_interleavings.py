@@ -34,6 +34,7 @@ class Interleavings(RuleBasedStateMachine):
         self.requests: dict[int, Submission] = {}
         self.allowed: dict[int, type[RequestError]] = {}  # the error that a request may or must have
         self.poisoned: set[int] = set()
+        self.may_fail = False  # A request to which the same happened twice.
         self.harness.shards.poison = lambda row, scheduled: self.is_poisoned(row)
 
     def is_poisoned(self, row: Row) -> bool:
@@ -84,7 +85,13 @@ class Interleavings(RuleBasedStateMachine):
         """In the next step: whoever is in it may end that way."""
         shards = self.harness.shards
         shards.out_of_memory_at.add(shards.last_step_id + 1)
+        self.may_fail = True
         self.send()
+
+    @rule(blames_rows=st.booleans())
+    def lose_epoch(self, blames_rows: bool) -> None:
+        self.may_fail |= blames_rows
+        self.harness.lose_epoch(blames_rows)
 
     @rule()
     def send(self) -> None:
@@ -119,8 +126,8 @@ class Interleavings(RuleBasedStateMachine):
         for key, request in self.requests.items():
             (end,) = self.ends(key)
             if isinstance(end, RequestFailed):
-                assert type(end.error) in (self.allowed.get(key), ResourceExhausted)
-                assert self.harness.shards.out_of_memory_at or key in self.allowed
+                others = (ResourceExhausted, InternalError) if self.may_fail else ()
+                assert type(end.error) in (self.allowed.get(key), *others)
             self.check_tokens(request, isinstance(end, RequestDone))
 
     def check_tokens(self, request: Submission, is_done: bool) -> None:

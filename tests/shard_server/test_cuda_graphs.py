@@ -12,6 +12,8 @@ from tests.model.kernels.interpreter import interpret_triton
 
 interpret_triton()
 
+from model import kernels, layers  # noqa: E402
+from model.lora_stacks import LoraStacks  # noqa: E402
 from shard_server import device_draw  # noqa: E402
 from shard_server.cuda_graphs import DecodeGraphs, pack_rows  # noqa: E402
 from shard_server.graph_sizes import GraphShape  # noqa: E402
@@ -22,6 +24,7 @@ from tests.shard_server.steps import Open, Run, step  # noqa: E402
 from tests.shard_server.test_model_runner import make_runner  # noqa: E402
 from tests.shard_server.test_sampler import random_logits, sample  # noqa: E402
 
+NO_ADAPTERS = (-1, -1, -1)
 PROMPTS = [[5, 9, 300, 17, 4], [7], [(11 * i) % 319 for i in range(1, 18)]]
 SIZE = 4
 
@@ -30,13 +33,29 @@ SIZE = 4
 def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     folder: Path = tmp_path_factory.mktemp(request.param)
     checkpoints.make(folder, request.param)
-    return make_runner(folder)
+    made = make_runner(folder)
+    made._stacks = two_adapters(made)
+    return made
 
 
-def prefill(runner: ModelRunner) -> list[int]:
+def two_adapters(runner: ModelRunner) -> LoraStacks:
+    """Slots 0 and 2 of three, with all modules at the largest rank."""
+    stacks = LoraStacks(runner._model.config, runner._model.parallel, 3, 4, torch.float32)
+    generator = torch.Generator().manual_seed(8)
+    for slot in (0, 2):
+        for layer in stacks.layers:
+            for stack in (layer.a_in, layer.b_in, layer.a_out, layer.b_out):
+                stack[slot].normal_(0, 0.2, generator=generator)
+        stacks.ranks[slot] = 4
+        stacks.host_ranks[slot] = (4,) * 7
+    return stacks
+
+
+def prefill(runner: ModelRunner, adapter_slots: tuple[int, ...] = NO_ADAPTERS) -> list[int]:
     """Three open rows, the second and third drawn by noise; their first tokens."""
     runner.reset()
     runner._tables.tokens.tensor.numpy()[:] = 0
+    runner._tables.adapter_slots[: len(PROMPTS)] = adapter_slots
     opens = [Open(slot, prompt, seed=slot, temperature=0.8 * slot) for slot, prompt in enumerate(PROMPTS)]
     runs = [Run(slot, 0, len(prompt), True, (2 * slot + 1, 2 * slot + 2)) for slot, prompt in enumerate(PROMPTS)]
     rows = runner.step(decode_step(step(1, runs, opens))).rows
@@ -45,15 +64,20 @@ def prefill(runner: ModelRunner) -> list[int]:
 
 
 @torch.inference_mode()
-def run_body(runner: ModelRunner, is_sampled: list[int]) -> tuple[list[int], list[int]]:
-    """Tokens and flags of one decode step of three rows and one of padding."""
+def run_body(
+    runner: ModelRunner, is_sampled: list[int], adapter_slots: tuple[int, ...] | None = None
+) -> tuple[list[int], list[int]]:
+    """Tokens and flags of one decode step of three rows and one of padding; None: the graph without adapters."""
     starts = np.array([len(prompt) for prompt in PROMPTS], np.int32)
-    spare = runner._tables.spare_slot
     slots = np.arange(len(PROMPTS), dtype=np.int32)
-    rows = torch.from_numpy(pack_rows(spare, SIZE, slots, starts, np.array(is_sampled, np.int32)))
-    graphs = DecodeGraphs(runner._model, runner._tables, runner._kv_cache, runner._sampler, rows)
+    rows = torch.full((100,), -7, dtype=torch.int32)
+    graphs = DecodeGraphs(runner._model, runner._tables, runner._kv_cache, runner._sampler, rows, runner._stacks)
+    shape = GraphShape(SIZE, 64, adapter_slots is not None)
+    adapters = np.array(adapter_slots or NO_ADAPTERS, np.int32)
+    packed = graphs.pack_step(shape, slots, starts, np.array(is_sampled, np.int32), adapters)
+    rows[: len(packed)] = torch.from_numpy(packed)
     graphs._make_buffers(SIZE)
-    graphs._run(GraphShape(SIZE, 64))
+    graphs._run(shape)
     tokens, flags = graphs._results.view(2, SIZE).tolist()
     return tokens, flags
 
@@ -72,6 +96,25 @@ def test_a_captured_step_gives_the_tokens_of_single_launches_and_writes_them_beh
         assert written[slot, : len(prompt) + 2].tolist() == [*prompt, first[slot], tokens[slot]]
         before[slot, len(prompt) + 1] = tokens[slot]
     assert torch.equal(before, written), "nothing else is written, padding included"
+
+
+@pytest.mark.parametrize("adapter_slots", [(2, -1, 0), (0, 0, 0), NO_ADAPTERS])
+def test_a_captured_step_with_adapters_gives_the_tokens_of_single_launches(
+    runner: ModelRunner, adapter_slots: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prefill(runner, adapter_slots)
+    with monkeypatch.context() as patch:
+        for name in ("add_lora_input", "add_lora_output"):  # the host's way reads no columns
+            patch.setattr(layers, name, getattr(kernels, name))
+        tokens, flags = run_body(runner, [1, 1, 1], adapter_slots)
+    rows = runner.step(decode_step(step(2, [Run(slot, len(prompt)) for slot, prompt in enumerate(PROMPTS)]))).rows
+    assert rows is not None
+    assert tokens[:3] == rows.token_ids.tolist() and flags == [1] * SIZE
+    plain_first, (plain, _) = prefill(runner), run_body(runner, [1, 1, 1])
+    for slot, adapter_slot in enumerate(adapter_slots):
+        if adapter_slot < 0:
+            assert (first[slot], tokens[slot]) == (plain_first[slot], plain[slot])
+    assert (tokens[0] != plain[0]) == (adapter_slots[0] >= 0), "without noise the adapter is seen"
 
 
 def test_a_row_that_samples_none_keeps_its_tokens(runner: ModelRunner) -> None:

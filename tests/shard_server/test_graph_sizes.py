@@ -41,6 +41,20 @@ def test_a_step_gets_the_smallest_shape_that_holds_it() -> None:
     assert ShapeIndex([]).choose(1, 1) is None
 
 
+def test_with_adapters_each_shape_is_there_with_and_without() -> None:
+    plain = shapes([1, 64], 8192, num_kv_heads=8, has_window=False)
+    both = shapes([1, 64], 8192, num_kv_heads=8, has_window=False, has_adapters=True)
+    assert [shape for shape in both if not shape.has_adapters] == plain
+    assert {(s.num_rows, s.max_context_len) for s in both if s.has_adapters} == {
+        (s.num_rows, s.max_context_len) for s in plain
+    }
+    assert both == sorted(both, reverse=True) and len(both) == 2 * len(plain)
+    index = ShapeIndex(both)
+    assert index.choose(1, 600) == GraphShape(1, 1024)
+    assert index.choose(1, 600, has_adapters=True) == GraphShape(1, 1024, True)
+    assert index.choose(2, 5, has_adapters=True) == GraphShape(64, 8192, True)
+
+
 def test_sizes_come_from_the_flag_else_the_ladder_and_only_on_a_gpu() -> None:
     required = ["--model", "m", "--listen", "unix:s", "--max-num-seqs", "9"]
     assert load_config([*required, "--device", "cuda"]).graph_sizes == [1, 2, 4, 8, 9]

@@ -19,6 +19,7 @@ interpret_triton()
 
 from model import kernels, layers  # noqa: E402
 from model.attention.triton import TritonAttention  # noqa: E402
+from model.lora_stacks import LoraStacks  # noqa: E402
 from shard_server import device_draw  # noqa: E402
 from shard_server.model_runner import ModelRunner  # noqa: E402
 from shard_server.sampler import Sampler, Samples  # noqa: E402
@@ -31,6 +32,8 @@ WINDOWS = (None, 100, 9)  # the last is too short to be split
 KERNELS = {
     "decode_attention": ["_decode_kernel"],
     "gated_activation": ["_silu_and_mul_kernel"],
+    "lora_expand": ["_expand_rows_kernel", "_expand_tiles_kernel"],
+    "lora_shrink": ["_shrink_rows_kernel", "_shrink_tiles_kernel"],
     "norms": ["_layer_norm_kernel"],
     "prefill_attention": ["_prefill_kernel"],
     "rotary": ["_rotary_and_cache_kernel"],
@@ -98,7 +101,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Path) -> ModelRunner:
-    return make_runner(checkpoint, max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN)
+    made = make_runner(checkpoint, max_num_seqs=MAX_ROWS, max_num_batched_tokens=MAX_TOKENS, max_model_len=MAX_LEN)
+    made._stacks = LoraStacks(made._model.config, made._model.parallel, 3, 8, torch.float32)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +116,7 @@ def launched(runner: ModelRunner) -> Iterator[set[Variant]]:
             for name in names:
                 patch.setattr(module, name, Recorder(name, getattr(module, name), variants))
         patch.setattr(layers, "layer_norm", layer_norm)
-        for name in ("head_norm", "rotary_and_cache", "silu_and_mul"):
+        for name in ("head_norm", "rotary_and_cache", "silu_and_mul", "add_lora_input", "add_lora_output"):
             patch.setattr(layers, name, getattr(kernels, name))
         model = runner._model
         backend = TritonAttention(model.config, runner._tables.block_size)
@@ -144,16 +149,17 @@ def steps(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
-@hypothesis.given(drawn=steps())
+@hypothesis.given(drawn=steps(), has_adapters=st.booleans())
 def test_no_step_launches_a_kernel_that_the_warm_up_did_not(
     runner: ModelRunner,
     warmed: frozenset[Variant],
     launched: set[Variant],
     drawn: tuple[list[int], list[int]],
+    has_adapters: bool,
 ) -> None:
     launched.clear()
     with torch.inference_mode():
-        runner._run_padding(*(np.array(column, np.int32) for column in drawn))
+        runner._run_padding(*(np.array(column, np.int32) for column in drawn), has_adapters=has_adapters)
     assert launched and launched <= warmed
 
 
@@ -166,16 +172,24 @@ def test_the_warm_up_meets_every_kernel_split_contexts_and_every_size_of_prompt(
     assert values("_decode_kernel", "IS_SPLIT") == {True, False}
     assert values("_decode_kernel", "WINDOW") == {0, 100, 9}
     assert values("_prefill_kernel", "BLOCK_M") == {16, 32, 64, 128}
+    assert values("_shrink_tiles_kernel", "BLOCK_T") == {16, 64}
 
 
 @pytest.mark.parametrize(("rows", "tokens", "length"), [(1, 1, 1), (1, 512, 300), (8, 8, 4096), (400, 8192, 40)])
 def test_padded_steps_fit_what_a_step_may_have(rows: int, tokens: int, length: int) -> None:
-    found = padded_steps(rows, tokens, length, num_kv_heads=1)
+    found = padded_steps(rows, tokens, length, num_kv_heads=1, has_adapters=True)
     assert found[0] == PaddedStep(1, 1) and len(found) == len(set(found))
     for step in found:
         assert step.num_decode_rows + len(step.prompt_lens) <= rows
         assert step.num_decode_rows + sum(step.prompt_lens) <= tokens
         assert max(step.context_len, *step.prompt_lens, 1) <= length
+
+
+def test_steps_with_adapters_come_only_where_there_are_any_and_in_every_size_that_makes_a_variant() -> None:
+    plain = padded_steps(400, 8192, 512, num_kv_heads=8)
+    both = padded_steps(400, 8192, 512, num_kv_heads=8, has_adapters=True)
+    assert both[: len(plain)] == plain and not any(step.has_adapters for step in plain)
+    assert [step.prompt_lens for step in both[len(plain) :]] == [(1,), (9,), (512, 1)]
 
 
 def test_wide_steps_have_a_multiple_of_16_tokens_and_another_number() -> None:
