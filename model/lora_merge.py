@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 
 from model.errors import AdapterError
-from model.lora_adapter import Adapter, LoraPair
+from model.lora_adapter import Adapter, LoraPair, Place
 from model.lora_mask import dare_mask
 
 COMBINATIONS = ("cat", "linear", "ties", "dare_linear", "dare_ties")
@@ -84,7 +84,7 @@ def merge_adapters(parts: Sequence[Part], merge: Merge, max_rank: int) -> Adapte
     return merged
 
 
-def _merge_module(parts: Sequence[Part], merge: Merge, place: tuple[int, str], scale: float) -> LoraPair:
+def _merge_module(parts: Sequence[Part], merge: Merge, place: Place, scale: float) -> LoraPair:
     """Merges one module of one layer, of those adapters that have it."""
     having = [(index, part) for index, part in enumerate(parts) if place in part.adapter.pairs]
     pairs = [part.adapter.pairs[place] for _, part in having]
@@ -106,7 +106,7 @@ def _merge_factor(
     weights: list[float],
     merge: Merge,
     numbers: list[int],
-    place: tuple[int, str],
+    place: Place,
     factor: str,
 ) -> torch.Tensor:
     """Merges all A or all B of a module, equally shaped; `numbers` are the adapters' places in the merge."""
@@ -155,7 +155,7 @@ def _check_ranks(parts: Sequence[Part], combination: str) -> None:
     if len({_rank(part) for part in parts}) > 1:
         ranks = ", ".join(f"{part.name!r} {_rank(part)}" for part in parts)
         raise AdapterError(f"{combination} needs adapters of equal ranks, not {ranks}; cat takes any.")
-    known: dict[tuple[int, str], tuple[str, int]] = {}
+    known: dict[Place, tuple[str, int]] = {}
     for part in parts:
         for place, pair in part.adapter.pairs.items():
             name, rank = known.setdefault(place, (part.name, pair.rank))
@@ -168,7 +168,7 @@ def _check_ranks(parts: Sequence[Part], combination: str) -> None:
 
 def _rank(part: Part) -> int:
     """The largest rank of a module."""
-    return max((pair.rank for pair in part.adapter.pairs.values()), default=0)
+    return max(part.adapter.ranks)
 
 
 def _names(parts: Sequence[Part]) -> str:
