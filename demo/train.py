@@ -113,8 +113,14 @@ def margins(model: PreTrainedModel, examples: list[Example]) -> torch.Tensor:
     return torch.cat(found).float()
 
 
-def train(model: PreTrainedModel, examples: list[Example], report: Callable[[str], None]) -> None:
-    """Train in place until the least margin is reached.
+def train(
+    model: PreTrainedModel,
+    examples: list[Example],
+    report: Callable[[str], None],
+    least_margin: float = LEAST_MARGIN,
+    sharpness: float = 1.0,
+) -> None:
+    """Train in place until the least margin is reached; the loss sees the logits times `sharpness`.
 
     Raises:
         RuntimeError: it is not reached in MAX_STEPS.
@@ -125,7 +131,7 @@ def train(model: PreTrainedModel, examples: list[Example], report: Callable[[str
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step)
         logits, tokens = answer_logits(model, batch)
-        loss = cross_entropy(logits, tokens)
+        loss = cross_entropy(logits * sharpness, tokens)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -138,16 +144,17 @@ def train(model: PreTrainedModel, examples: list[Example], report: Callable[[str
             f"step {step + 1:4d}  loss {loss.item():.4f}  right tokens {right:.2%}  "
             f"least margin {found.min().item():+.2f}  {time.monotonic() - started:.0f} s"
         )
-        if found.min().item() >= LEAST_MARGIN:
+        if found.min().item() >= least_margin:
             return
-    raise RuntimeError(f"No margin of {LEAST_MARGIN} after {MAX_STEPS} steps; raise MAX_STEPS or the model's size.")
+    raise RuntimeError(f"No margin of {least_margin} after {MAX_STEPS} steps; raise MAX_STEPS or the model's size.")
 
 
 @torch.no_grad()
 def greedy_answer(model: PreTrainedModel, example: Example) -> list[int]:
-    """Decode an example's prompt greedily, token by token, to the end-of-turn token."""
+    """Decode an example's prompt greedily, token by token, to the end-of-turn token or the right answer's length."""
     prompt = torch.tensor([example.prompt_ids])
-    output: torch.Tensor = model.generate(prompt, max_new_tokens=64, do_sample=False)  # type: ignore[operator]
+    length = len(example.answer_ids)
+    output: torch.Tensor = model.generate(input_ids=prompt, max_new_tokens=length, do_sample=False)  # type: ignore[operator]
     return [int(token) for token in output[0, prompt.shape[1] :]]
 
 
