@@ -56,7 +56,15 @@ class Application:
         self._pool = EncodingPool()
         client = EngineClient()
         places = AdapterPlaces(link.info.max_loras, settings.max_cpu_loras) if settings.is_enabled else None
-        self._engine = Engine(link, tokenizer.detokenizer, metrics, client.deliver, config.run_ahead_depth, places)
+        self._engine = Engine(
+            link,
+            tokenizer.detokenizer,
+            metrics,
+            client.deliver,
+            config.run_ahead_depth,
+            places,
+            config.enable_prefix_caching,
+        )
         client.attach(self._engine)
         self._adapters = None
         if places is not None:

@@ -21,6 +21,7 @@ class Open:
     stop_ids: tuple[int, ...] = ()
     num_prompt_tokens: int | None = None
     adapter_slot: int = -1
+    num_cached_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ def opened(rows: list[Open]) -> shard_pb2.OpenedRows:
         stop_id_counts=i32(*[len(r.stop_ids) for r in rows]),
         stop_ids=i32(*[i for r in rows for i in r.stop_ids]),
         adapter_slots=i32(*[r.adapter_slot for r in rows]),
+        num_cached_tokens=i32(*[r.num_cached_tokens for r in rows]),
     )
 
 
