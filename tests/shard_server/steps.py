@@ -85,14 +85,14 @@ def step(
     closed: tuple[int, ...] = (),
     bindings: dict[int, str] | None = None,
 ) -> shard_pb2.Step:
-    """Rows that are opened are filled in the same step."""
+    """Rows that are opened are filled in the same step, from the end of what is cached on."""
     message = shard_pb2.Step(step_id=step_id, closed_slots=i32(*closed), scheduled=scheduled(runs))
     if bindings:
         message.bindings.slots = i32(*bindings)
         message.bindings.versions.extend(bindings.values())
     if opens:
         message.opened.CopyFrom(opened(opens))
-        message.filled.CopyFrom(filled([(r.slot, 0, r.tokens) for r in opens]))
+        message.filled.CopyFrom(filled([(r.slot, r.num_cached_tokens, r.tokens[r.num_cached_tokens :]) for r in opens]))
     return message
 
 
