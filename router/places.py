@@ -30,7 +30,7 @@ class Places:
     def reset(self) -> None:
         """All places are free and nothing is cached, whoever held them: the shards' tables and cache are gone."""
         for sequence in self.running:
-            _clear(sequence)
+            sequence.slot, sequence.block_table = None, []
         self._blocks = BlockManager(self._info.num_blocks, self._info.block_size)
         self._free_slots = list(range(self._info.max_num_seqs - 1, -1, -1))
         self._closed_slots: list[int] = []
@@ -135,7 +135,7 @@ class Places:
         self._blocks.free(sequence.block_table)
         self._closed_slots.append(sequence.slot)
         self._free_slots.append(sequence.slot)
-        _clear(sequence)
+        sequence.slot, sequence.block_table = None, []
 
     def take_closed_slots(self) -> list[int]:
         """The slots given up since the last call; the next step has to close them."""
@@ -150,7 +150,3 @@ class Places:
         slots = [*self._free_slots, *(member.slot for member in placed if member.slot is not None)]
         assert sorted(slots) == list(range(self._info.max_num_seqs)), "a slot is lost or has two owners"
         self._blocks.check_integrity([member.block_table for member in placed])
-
-
-def _clear(sequence: Sequence) -> None:
-    sequence.slot, sequence.block_table, sequence.num_offered_blocks = None, [], 0
