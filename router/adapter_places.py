@@ -118,6 +118,11 @@ class AdapterPlaces:
         if self._slots.answered(step_id):
             self.on_change()
 
+    def end_epoch(self) -> None:
+        """Every sequence has left: no slot is bound any more."""
+        self._slots.restart()
+        self._reload()
+
     # For the loading side.
 
     def take_orders(self) -> list[Order]:
@@ -185,13 +190,11 @@ class AdapterPlaces:
         return Tier.HOST if version is not None and self._host.is_ready(version) else Tier.DISK
 
     def restart(self, staged: frozenset[str]) -> None:
-        """The link is new: no slot is bound, and `staged` is what all shards still hold. Nothing runs any more.
+        """The link is new: `staged` is what all shards still hold. Before or after `end_epoch`, and before any step.
 
         What has users is asked for again, and their sequences are parked until it is there.
         """
         self._forgotten.clear()
-        self._slots.restart()
-        self._slots.take_unbound()
         self._host.restart(staged)
         self.on_change()
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
-from collections.abc import Sequence
-
 import grpc
 
 from router.adapter_places import AdapterPlaces
@@ -26,12 +23,11 @@ from router.errors import StartupError
 from router.metrics import Metrics
 from router.model_folder import ModelFacts
 from router.readiness import Readiness
+from router.recovery import ShardKeeper
 from router.request import MAX_MESSAGE_BYTES, Limits
-from router.shard_client import GrpcShardLink, ShardLost
+from router.shard_client import GrpcShardLink
 from router.step import ShardInfo
 from router.tokenizer import Tokenizer
-
-CONNECT_TIMEOUT_S = 3600.0  # Large checkpoints load for minutes; a shard that ends meanwhile ends the wait.
 
 
 class Application:
@@ -47,12 +43,14 @@ class Application:
         readiness: Readiness,
         metrics: Metrics,
         adapter_settings: AdapterSettings | None = None,
+        keeper: ShardKeeper | None = None,
     ) -> None:
-        """`adapter_settings` None: LoRA is off. Raises StartupError if the shards do not fit them."""
+        """`adapter_settings` None: LoRA is off; `keeper` None: nobody brings lost shards back.
+
+        Raises StartupError if the shards do not fit the settings.
+        """
         settings = adapter_settings or AdapterSettings()
         _check_shards(settings, link.info)
-        self._link = link
-        self._metrics = metrics
         self._pool = EncodingPool()
         client = EngineClient()
         places = AdapterPlaces(link.info.max_loras, settings.max_cpu_loras) if settings.is_enabled else None
@@ -63,6 +61,8 @@ class Application:
             client.deliver,
             config.run_ahead_depth,
             places,
+            keeper,
+            config.step_timeout,
             config.enable_prefix_caching,
         )
         client.attach(self._engine)
@@ -70,6 +70,8 @@ class Application:
         if places is not None:
             self._adapters = Adapters(settings, places, link.adapters, self._engine, metrics)
             metrics.set_max_loras(places.max_loras)
+        if keeper is not None:
+            keeper.restore_adapters = self._restore
         limits = _limits(config, facts, tokenizer, link.info, 0 if places is None else places.max_loras)
         admission = Admission(link.info.max_num_seqs, config.max_num_queued_reqs, config.max_num_queued_tokens)
         requests = Requests(limits, client, admission, readiness, metrics, config.default_deadline, self._adapters)
@@ -77,8 +79,6 @@ class Application:
         self._generation = GenerationService(requests, tokenizer, self._pool, chat)
         self._model = ModelService(facts, link.info, limits, templates.names, client, readiness)
         self._adapter_service = AdapterService(self._adapters, readiness)
-        for rank in range(link.info.world_size):
-            metrics.shard_up(rank, True)
         for phase, seconds in link.startup_phase_s.items():
             metrics.startup_phase(f"shard_{phase}", seconds)
 
@@ -93,19 +93,18 @@ class Application:
             await self._adapters.load_modules()
 
     async def run(self) -> None:
-        """Runs the engine until cancelled. Raises ShardLost when a shard is lost."""
-        try:
-            await self._engine.run()
-        except ShardLost as lost:
-            self._metrics.shard_up(lost.rank, False)
-            raise
+        """Runs the engine until cancelled. Raises ShardFailure when shards are lost for good."""
+        await self._engine.run()
+
+    async def _restore(self, link: GrpcShardLink) -> None:
+        if self._adapters is not None:
+            await self._adapters.restore(link.adapters)
 
     async def close(self) -> None:
-        """Ends the link and the threads."""
+        """Ends the threads and what is under way about adapters."""
         self._pool.close()
         if self._adapters is not None:
             await self._adapters.close()
-        await self._link.close()
 
 
 async def open_application(
@@ -113,19 +112,20 @@ async def open_application(
     facts: ModelFacts,
     tokenizer: Tokenizer,
     templates: ChatTemplates,
-    addresses: Sequence[str],
+    keeper: ShardKeeper,
     readiness: Readiness,
     metrics: Metrics,
 ) -> Application:
     """Waits for the shards and puts the parts together. Raises StartupError if the shards cannot be used."""
     settings = AdapterSettings.from_config(config)
-    link = await GrpcShardLink.connect(addresses, router_id=uuid.uuid4().hex, timeout_s=CONNECT_TIMEOUT_S)
+    link = await keeper.connect()
     application: Application | None = None
     try:
-        application = Application(config, facts, tokenizer, templates, link, readiness, metrics, settings)
+        application = Application(config, facts, tokenizer, templates, link, readiness, metrics, settings, keeper)
         await application.load_adapters()
     except BaseException:
-        await (link.close() if application is None else application.close())
+        if application is not None:
+            await application.close()
         raise
     return application
 

@@ -71,6 +71,12 @@ class RouterConfig:
     run_ahead: int = _flag(
         -1, "steps sent before the last one's answer; -1: 1 on a GPU, 0 on a CPU", minimum=-1, maximum=8
     )
+    step_timeout: float = _flag(
+        60.0, "seconds after which a step without an answer means that a shard hangs; 0: wait for ever", minimum=0
+    )
+    max_restarts: int = _flag(
+        10, "times in ten minutes that lost shards are brought back; then the server ends; 0: never", minimum=0
+    )
     default_deadline: float = _flag(0.0, "seconds for requests that bring no deadline; 0: none", minimum=0)
     max_num_queued_reqs: int = _flag(1024, "requests that may wait; more are UNAVAILABLE; 0: no limit", minimum=0)
     max_num_queued_tokens: int = _flag(0, "prompt tokens that may wait for an answer's start; 0: no limit", minimum=0)

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import json
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,11 @@ class ShardExit:
     returncode: int  # negative: the signal that ended it
     last_lines: list[str]
 
+    @property
+    def is_killed(self) -> bool:
+        """Whether somebody else ended it: an operator, or the system when memory ran out."""
+        return self.returncode in (-signal.SIGKILL, -signal.SIGTERM)
+
     def __str__(self) -> str:
         how = f"signal {-self.returncode}" if self.returncode < 0 else f"exit code {self.returncode}"
         return "\n  ".join([f"shard {self.rank} ended with {how}; its last lines:", *self.last_lines])
@@ -35,8 +41,12 @@ class ShardExit:
 class ShardGroup:
     """The shard processes of one model on this machine, reachable at `addresses` in order of rank."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path, addresses: list[str]) -> None:
+    def __init__(
+        self, config: RouterConfig, process: subprocess.Popen[bytes], folder: Path, addresses: list[str]
+    ) -> None:
+        self._config = config
         self._process = process
+        self._group = 0
         self._folder = folder
         self._exits: asyncio.Queue[ShardExit] = asyncio.Queue()
         self._watch: asyncio.Task[None] | None = None
@@ -56,16 +66,29 @@ class ShardGroup:
                 cwd=ROOT,
                 start_new_session=True,
             )
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(_order(config, addresses)).encode() + b"\n")
-            process.stdin.flush()
+            shards = cls(config, process, folder, addresses)
+            shards._start_group(config)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        return cls(process, folder, addresses)
+        return shards
+
+    def restart(self, num_blocks: int) -> None:
+        """Kills what is left of the shards and starts them anew, with as many KV blocks as they had."""
+        self._group += 1
+        self.pids.clear()
+        while not self._exits.empty():
+            self._exits.get_nowait()
+        self._start_group(dataclasses.replace(self._config, num_blocks_override=num_blocks))
+
+    def _start_group(self, config: RouterConfig) -> None:
+        assert self._process.stdin is not None
+        order = _order(config, self.addresses) | {"group": self._group}
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
 
     async def wait_exit(self) -> ShardExit:
-        """Waits until a shard ends by itself."""
+        """Waits until a shard of the latest group ends by itself."""
         if self._watch is None:
             self._watch = asyncio.create_task(self._read_events(), name="supervisor-events")
         return await self._exits.get()
@@ -78,6 +101,8 @@ class ShardGroup:
         )
         while line := await reader.readline():
             event: dict[str, Any] = json.loads(line)
+            if event["group"] != self._group:
+                continue  # Of a group that was replaced.
             if "pid" in event:
                 self.pids[event["rank"]] = event["pid"]
             else:

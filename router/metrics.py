@@ -75,6 +75,7 @@ class Metrics(Collector):
         self.step_tokens = Histogram("cohort_step_tokens", "Tokens computed in a step.", STEP_TOKENS)
         self.preemptions = Counter("cohort_preemptions", "Sequences put back to wait because blocks ran out.")
         self.shards_up = Gauge("cohort_shard_up", "Whether the shard is connected.", ["rank"])
+        self.restarts = Counter("cohort_shard_restarts", "Times that lost shards were brought back.")
         self.startup = Gauge("cohort_startup_phase_seconds", "Duration of a start-up phase.", ["phase"])
         self.adapter_requests = Counter("cohort_adapter_requests", "Requests for an adapter.", ["adapter"])
         self.adapter_generated = Counter("cohort_adapter_generation_tokens", "Tokens of an adapter.", ["adapter"])
@@ -192,6 +193,10 @@ class Metrics(Collector):
     def shard_up(self, rank: int, is_up: bool) -> None:
         """A shard was connected or lost."""
         self.shards_up.set(float(is_up), (str(rank),))
+
+    def shards_restarted(self) -> None:
+        """Lost shards are back."""
+        self.restarts.add(1)
 
     def startup_phase(self, phase: str, seconds: float) -> None:
         """How long a phase of the start took."""

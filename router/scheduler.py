@@ -136,6 +136,7 @@ class Scheduler:
         were_placed = set(map(id, running))
         for sequence in running:
             self._adapters.leave(sequence)
+        self._adapters.end_epoch()
         self._places.reset()
         self._unanswered.clear()
         self._last_step_id = 0

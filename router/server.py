@@ -29,6 +29,7 @@ from router.metrics_http import MetricsServer
 from router.model_folder import ModelFacts
 from router.ports import join
 from router.readiness import Readiness
+from router.recovery import ShardFailure, ShardKeeper
 from router.request import MAX_MESSAGE_BYTES
 from router.tokenizer import Tokenizer
 
@@ -37,7 +38,6 @@ Result = TypeVar("Result")
 
 SERVICES = ("cohort.v1.GenerationService", "cohort.v1.ModelService", "cohort.v1.AdapterService")
 SHARD_LOST_GRACE_S = 2.0  # for running calls to end by themselves after a shard died
-LAST_LINES_GRACE_S = 5.0  # for a shard's end to be reported after its link broke
 CUT_GRACE_S = 1.0
 SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # Otherwise a second server shares the port silently.
@@ -48,10 +48,6 @@ SERVER_OPTIONS = [
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
-
-
-class ShardFailure(Exception):
-    """A shard ended or its link broke; the text has its last lines."""
 
 
 class _Stopped(Exception):
@@ -78,6 +74,8 @@ class Server:
         self._metrics = Metrics(config.model_name, config.vllm_metric_aliases)
         self._calls = Calls(self._metrics)
         self._services = _Services(self._calls, self._readiness)
+        addresses = list(config.shard_addresses) if shards is None else shards.addresses
+        self._keeper = ShardKeeper(shards, addresses, config.max_restarts, self._readiness, self._metrics)
         self._stop = asyncio.Event()
         self._started_s = time.monotonic()
 
@@ -95,6 +93,7 @@ class Server:
             ended = asyncio.create_task(self._ended(), name="ended")
             stack.callback(ended.cancel)
             with contextlib.suppress(_Stopped):
+                stack.push_async_callback(self._keeper.close)
                 application = await _unless(ended, self._connect())
                 stack.push_async_callback(application.close)
                 self._announce(port, metrics_port)
@@ -106,8 +105,8 @@ class Server:
             await asyncio.wait((engine, ended), return_when=asyncio.FIRST_COMPLETED)
             if not engine.done() and isinstance(ended.exception(), _Stopped):
                 await self._drain(engine)
-            elif not engine.done() or engine.exception() is not None:
-                await self._fail(engine, ended)
+            elif engine.exception() is not None:
+                await self._fail(engine)
         finally:
             engine.cancel()
             await asyncio.wait((engine,))
@@ -116,7 +115,7 @@ class Server:
         """Lets running calls finish for the configured time, then ends them."""
         timeout_s = self._config.shutdown_timeout
         event(logger, "shutting down: running calls may finish", timeout_s=timeout_s)
-        self._readiness.set_unready("the server is shutting down")
+        self._readiness.close("the server is shutting down")
         idle = asyncio.create_task(self._calls.wait_idle(timeout_s))
         await asyncio.wait((idle, engine), return_when=asyncio.FIRST_COMPLETED)
         if not (idle.done() and idle.result()):
@@ -124,42 +123,28 @@ class Server:
             await self._calls.wait_idle(CUT_GRACE_S)
         idle.cancel()
 
-    async def _fail(self, engine: asyncio.Task[None], ended: asyncio.Task[None]) -> None:
-        """Ends every call and raises ShardFailure with the best account of what happened."""
-        self._readiness.set_unready("a shard failed")
+    async def _fail(self, engine: asyncio.Task[None]) -> None:
+        """Ends every call and raises ShardFailure with what ended the engine."""
+        self._readiness.close("a shard failed")
         if not await self._calls.wait_idle(SHARD_LOST_GRACE_S):
             self._calls.cut("a shard failed")
             await self._calls.wait_idle(CUT_GRACE_S)
-        await asyncio.wait((ended,), timeout=LAST_LINES_GRACE_S if self._shards is not None else 0)
-        if ended.done() and isinstance(failure := ended.exception(), ShardFailure):
-            raise failure
-        error = engine.exception() if engine.done() else None
-        raise ShardFailure(str(error)) from error
+        error = engine.exception()
+        raise error if isinstance(error, ShardFailure) else ShardFailure(str(error)) from error
 
     async def _connect(self) -> Application:
         started_s = time.monotonic()
-        addresses = list(self._config.shard_addresses) if self._shards is None else self._shards.addresses
         application = await open_application(
-            self._config, self._facts, self._tokenizer, self._templates, addresses, self._readiness, self._metrics
+            self._config, self._facts, self._tokenizer, self._templates, self._keeper, self._readiness, self._metrics
         )
         self._metrics.startup_phase("shards", time.monotonic() - started_s)
         self._services.open(application.handlers(self._calls))
         return application
 
     async def _ended(self) -> None:
-        """Raises _Stopped at a signal and ShardFailure when a shard of ours ends."""
-        stop = asyncio.create_task(self._stop.wait())
-        waiting: set[asyncio.Task[Any]] = {stop}
-        if self._shards is not None:
-            waiting.add(asyncio.create_task(self._shards.wait_exit()))
-        try:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in waiting:
-                task.cancel()
-        if stop in done:
-            raise _Stopped
-        raise ShardFailure(str(done.pop().result()))
+        """Raises _Stopped at a signal."""
+        await self._stop.wait()
+        raise _Stopped
 
     def _open_metrics(self, stack: contextlib.AsyncExitStack) -> int:
         if self._config.metrics_port < 0:

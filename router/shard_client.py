@@ -46,6 +46,14 @@ class ShardLost(Exception):
         self.rank = rank
 
 
+class ShardsHang(ShardLost):
+    """Shards did not answer a step in time."""
+
+    def __init__(self, ranks: list[int], timeout_s: float) -> None:
+        named = " and ".join(map(str, ranks))
+        super().__init__(ranks[0] if ranks else 0, f"no answer from rank {named} to a step within {timeout_s:g} s")
+
+
 class _BadAnswer(Exception):
     """The shard `rank` broke the protocol."""
 
@@ -69,6 +77,9 @@ class ShardLink(Protocol):
 
     async def receive(self) -> StepResult:
         """The oldest unanswered step's result, once all ranks have answered. Raises ShardLost."""
+
+    def silent_ranks(self) -> list[int]:
+        """The ranks that have not answered the oldest unanswered step."""
 
     async def close(self) -> None:
         """Ends the streams."""
@@ -181,6 +192,15 @@ class GrpcShardLink:
             self._results.put_nowait(item)  # Whoever asks again is told again.
             raise item
         return item
+
+    def silent_ranks(self) -> list[int]:
+        """See ShardLink."""
+        return [rank for rank, num_answered in enumerate(self._num_answered) if num_answered <= self._num_received]
+
+    @property
+    def num_answered_steps(self) -> int:
+        """Steps of this epoch that every rank has answered."""
+        return self._num_received
 
     async def close(self) -> None:
         """See ShardLink."""

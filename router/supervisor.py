@@ -4,9 +4,11 @@ It is started before the router makes any gRPC object, so that no process is eve
 session of its own, so that a terminal's Ctrl-C reaches the router alone. Each child holds a pipe to its parent: when
 the router dies the supervisor's standard input ends, when the supervisor dies the shards' does, and they leave.
 
-Standard input: one JSON line `{"commands": [[argv of rank 0], ...], "env": {...}}`, then silence until the end.
-Standard output: one JSON line per event, `{"rank": r, "pid": p}` at each start and
-`{"rank": r, "returncode": c, "last_lines": [...]}` at each end. The shards' own output goes to standard error.
+Standard input: JSON lines `{"commands": [[argv of rank 0], ...], "env": {...}, "group": g}`. Each starts a group of
+shards; those of the group before are killed first. Its end ends the shards.
+Standard output: one JSON line per event, `{"group": g, "rank": r, "pid": p}` at each start and
+`{"group": g, "rank": r, "returncode": c, "last_lines": [...]}` at each end. The shards' own output goes to standard
+error.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ TERM_GRACE_S = 5.0
 class Shard:
     """One shard process and the thread that carries its output."""
 
-    def __init__(self, rank: int, argv: list[str], env: dict[str, str], is_terminal: bool, report: Reporter) -> None:
-        self.rank = rank
+    def __init__(
+        self, group: int, rank: int, argv: list[str], env: dict[str, str], is_terminal: bool, report: Reporter
+    ) -> None:
+        self._rank = rank
+        self._facts: dict[str, object] = {"group": group, "rank": rank}
         self._report = report
         self._is_terminal = is_terminal
         self._last_lines: collections.deque[str] = collections.deque(maxlen=LAST_LINES)
@@ -39,7 +44,7 @@ class Shard:
             argv, stdin=subprocess.PIPE, stdout=writer, stderr=writer, env={**os.environ, **env}, close_fds=True
         )
         os.close(writer)
-        report.send({"rank": rank, "pid": self._process.pid})
+        report.send({**self._facts, "pid": self._process.pid})
         self._thread = threading.Thread(target=self._carry, args=(os.fdopen(reader, "rb", buffering=0),), daemon=True)
         self._thread.start()
 
@@ -54,14 +59,14 @@ class Shard:
                     self._keep(line)
         self._keep(pending)
         returncode = self._process.wait()
-        self._report.send({"rank": self.rank, "returncode": returncode, "last_lines": list(self._last_lines)})
+        self._report.send({**self._facts, "returncode": returncode, "last_lines": list(self._last_lines)})
 
     def _keep(self, line: bytes) -> None:
         if not line.strip():
             return
         self._last_lines.append(line.decode(errors="replace"))
         if not self._is_terminal:
-            _write_through(b"[shard %d] %s\n" % (self.rank, line))
+            _write_through(b"[shard %d] %s\n" % (self._rank, line))
 
     def signal(self, number: int) -> None:
         """Sends a signal unless the process has ended."""
@@ -100,30 +105,33 @@ def _write_through(data: bytes) -> None:
         os.write(sys.stderr.fileno(), data)
 
 
-def _stop(shards: list[Shard]) -> None:
-    for number, grace_s in ((signal.SIGTERM, TERM_GRACE_S), (signal.SIGKILL, TERM_GRACE_S)):
+def _stop(shards: list[Shard], numbers: tuple[int, ...]) -> None:
+    for number in numbers:
         for shard in shards:
             shard.signal(number)
-        have_ended = [shard.join(grace_s) for shard in shards]
+        have_ended = [shard.join(TERM_GRACE_S) for shard in shards]
         if all(have_ended):
             return
 
 
 def main() -> int:
-    """Runs until standard input ends, then ends the shards."""
+    """Starts groups as ordered until standard input ends, then ends the shards."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A TERM meant for the whole pod must not cut running streams: the router drains and then closes our input.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    order = json.loads(sys.stdin.buffer.readline())
     report = Reporter(sys.stdout.buffer)
     has_terminal = sys.stderr.isatty()
     shards: list[Shard] = []
     try:
-        for rank, argv in enumerate(order["commands"]):
-            shards.append(Shard(rank, argv, order["env"], has_terminal and rank == 0, report))
-        sys.stdin.buffer.read()
+        while line := sys.stdin.buffer.readline():
+            order = json.loads(line)
+            _stop(shards, (signal.SIGKILL,))  # What is left of a broken group waits for the rank that is gone.
+            shards.clear()
+            for rank, argv in enumerate(order["commands"]):
+                is_shown = has_terminal and rank == 0
+                shards.append(Shard(order["group"], rank, argv, order["env"], is_shown, report))
     finally:
-        _stop(shards)
+        _stop(shards, (signal.SIGTERM, signal.SIGKILL))
     return 0
 
 

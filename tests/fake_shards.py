@@ -211,6 +211,10 @@ class FakeLink:
         await asyncio.sleep(self.step_s)
         return self.shards.execute(step.result())
 
+    def silent_ranks(self) -> list[int]:
+        """The only one."""
+        return [0]
+
     def lose(self) -> None:
         """From now on the shards are gone."""
         self._lost.set_result(None)

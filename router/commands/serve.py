@@ -51,7 +51,8 @@ def _serve(
     templates: ChatTemplates,
     shards: ShardGroup | None,
 ) -> int:
-    from router.server import Server, ShardFailure
+    from router.recovery import ShardFailure
+    from router.server import Server
 
     async def run() -> int:
         code = 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +20,21 @@ from transformers import AutoModelForCausalLM
 
 from tests.adapter_folders import write_adapter
 from tests.e2e.serving import ROOT, Server
+from tests.e2e.test_lifecycle import shard_pids
 
 MODEL = ROOT / "demo/cohere"
 NUM_TOKENS = 8
 PROMPT = [5, 40, 41, 42, 60, 61, 9]
+
+
+def ask(adapter: str, num_tokens: int = NUM_TOKENS) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=PROMPT),
+        adapter=adapter,
+        sampling=pb.SamplingParams(temperature=0),
+        stopping=pb.StoppingParams(max_tokens=num_tokens, ignore_eos=True),
+        output=pb.OutputOptions(return_token_ids=True),
+    )
 
 
 class Served:
@@ -45,27 +59,30 @@ class Served:
         self.adapters: Any = adapter_pb2_grpc.AdapterServiceStub(self.server.channel)
 
     @torch.inference_mode()
-    def expected(self, deltas: dict[str, torch.Tensor] | None) -> list[int]:
+    def expected(self, deltas: dict[str, torch.Tensor] | None, num_tokens: int = NUM_TOKENS) -> list[int]:
         """Greedy tokens of the dense model."""
         weights = dict(self.model.named_parameters())
         for name, delta in (deltas or {}).items():
             weights[name] += delta
         ids = list(PROMPT)
-        for _ in range(NUM_TOKENS):
+        for _ in range(num_tokens):
             ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
         for name, delta in (deltas or {}).items():
             weights[name] -= delta
         return ids[len(PROMPT) :]
 
     def answer(self, adapter: str) -> list[int]:
-        request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=PROMPT),
-            adapter=adapter,
-            sampling=pb.SamplingParams(temperature=0),
-            stopping=pb.StoppingParams(max_tokens=NUM_TOKENS, ignore_eos=True),
-            output=pb.OutputOptions(return_token_ids=True),
-        )
-        return list(self.server.generation.Generate(request, timeout=60).sequences[0].token_ids)
+        return list(self.server.generation.Generate(ask(adapter), timeout=60).sequences[0].token_ids)
+
+    def stream(self, adapter: str, num_tokens: int, seen: threading.Event) -> list[int]:
+        """The whole answer; `seen` is set when the adapter's has begun."""
+        tokens: list[int] = []
+        request = pb.GenerateStreamRequest(request=ask(adapter, num_tokens))
+        for event in self.server.generation.GenerateStream(request, timeout=120):
+            tokens += event.delta.token_ids
+            if adapter and tokens:
+                seen.set()
+        return tokens
 
     def load(self, name: str, path: str = "") -> adapter_pb2.Adapter:
         return self.adapters.LoadAdapter(adapter_pb2.LoadAdapterRequest(name=name, path=path), timeout=60).adapter
@@ -112,3 +129,18 @@ def test_what_cannot_be_applied_is_refused_with_the_shards_reason(served: Served
             call()
         assert refused.value.code() == grpc.StatusCode.FAILED_PRECONDITION and "use_dora" in refused.value.details()
     assert served.answer("") == served.expected(None)
+
+
+def test_streams_go_on_with_their_version_after_a_shard_was_killed_and_the_folder_has_changed(served: Served) -> None:
+    old = write_adapter(served.folder / "lasting", MODEL, seed=20, strength=0.2)
+    served.load("lasting")
+    expected = [served.expected(old, 150), served.expected(None, 150)]
+    seen = threading.Event()
+    with ThreadPoolExecutor(2) as pool:
+        answers = [pool.submit(served.stream, name, 150, seen) for name in ("lasting", "")]
+        assert seen.wait(60)
+        write_adapter(served.folder / "lasting", MODEL, seed=21, strength=0.2)
+        os.kill(shard_pids(served.server)[-1], signal.SIGKILL)
+        assert [answer.result(120) for answer in answers] == expected
+    assert served.answer("lasting") == expected[0][:NUM_TOKENS], "nobody loaded the name again"
+    served.server.assert_idle()

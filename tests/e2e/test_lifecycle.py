@@ -67,20 +67,24 @@ def two_shards() -> Iterator[Server]:
     server.kill()
 
 
-def test_a_killed_shard_ends_running_calls_and_the_process_with_its_cause(two_shards: Server) -> None:
-    call = stream(two_shards)
-    first_delta(call)
-    pids = shard_pids(two_shards)
-    assert len(pids) == 2
-    os.kill(pids[1], signal.SIGKILL)
-    killed_s = time.monotonic()
-    with pytest.raises(grpc.RpcError) as ended:
-        list(call)
-    assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
-    assert time.monotonic() - killed_s < 25  # 5 s, five times over
-    assert two_shards.wait_end() != 0
-    assert "shard 1 ended with signal 9" in two_shards.output
-    assert wait_gone(pids)
+def test_beyond_the_budget_a_killed_shard_ends_running_calls_and_the_process_with_its_cause() -> None:
+    server = Server("--model", DEMO, "--tensor-parallel-size", "2", "--max-restarts", "0").wait_ready()
+    try:
+        call = stream(server)
+        first_delta(call)
+        pids = shard_pids(server)
+        assert len(pids) == 2
+        os.kill(pids[1], signal.SIGKILL)
+        killed_s = time.monotonic()
+        with pytest.raises(grpc.RpcError) as ended:
+            list(call)
+        assert ended.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert time.monotonic() - killed_s < 25  # 5 s, five times over
+        assert server.wait_end() != 0
+        assert "shard 1 ended with signal 9" in server.output
+        assert wait_gone(pids)
+    finally:
+        server.kill()
 
 
 def test_sigterm_lets_streams_finish_refuses_new_work_and_leaves_nothing_behind(two_shards: Server) -> None:

@@ -10,7 +10,7 @@ from router.adapter_places import AdapterPlaces
 from router.errors import FailedPrecondition
 from router.messages import AdapterRef, Submission
 from router.step import ShardInfo, Step
-from tests.fake_shards import INFO
+from tests.fake_shards import INFO, FakeShards
 from tests.router.test_scheduler import Harness, submission
 
 
@@ -104,6 +104,20 @@ class AdapterHarness(Harness):
         self.collect(self.scheduler.postprocess(self.shards.execute(self.sent.popleft()), self.now_s))
         self.take_orders()
         return True
+
+    def lose_shards(self, survivors: set[str], is_link_first: bool = True) -> None:
+        """Rows and steps under way are gone, and of what was staged only `survivors` are left."""
+        self.sent.clear()
+        self.loading.clear()
+        staged = self.staged & survivors
+        self.shards = FakeShards(self.shards.info)
+        self.shards.staged = staged
+        if is_link_first:  # As the engine does: it hears of the end together with the new link.
+            self.places.restart(frozenset(staged))
+        self.collect(self.scheduler.end_epoch(blames_rows=False))
+        if not is_link_first:
+            self.places.restart(frozenset(staged))
+        staged.intersection_update(self.places._host.versions)
 
     def running(self) -> list[str | None]:
         """The adapters that run, in order."""

@@ -92,18 +92,9 @@ class Interleavings(RuleBasedStateMachine):
         while count and self.harness.answer():
             count -= 1
 
-    @rule(survivors=st.sets(st.sampled_from(NAMES)))
-    def restart(self, survivors: set[str]) -> None:
-        """What was under way is answered first; that steps may be lost is the engine's matter."""
-        harness = self.harness
-        self.answer(3)
-        for sequence in list(harness.scheduler._places.running):
-            harness.scheduler._preempt(sequence)
-        harness.shards.bound.clear()
-        harness.loading.clear()
-        harness.staged.intersection_update(map(version_of, survivors))
-        harness.places.restart(frozenset(harness.staged))
-        harness.staged.intersection_update(harness.places._host.versions)
+    @rule(survivors=st.sets(st.sampled_from(NAMES)), is_link_first=st.booleans())
+    def lose_shards(self, survivors: set[str], is_link_first: bool) -> None:
+        self.harness.lose_shards(set(map(version_of, survivors)), is_link_first)
 
     @invariant()
     def adds_up(self) -> None:

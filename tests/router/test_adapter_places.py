@@ -255,26 +255,24 @@ def test_the_old_version_goes_on_while_new_requests_get_the_new_one() -> None:
     assert expected(dataclasses.replace(new, adapter=old.adapter)) != expected(new)
 
 
-def test_adapters_survive_a_restart_of_the_shards() -> None:
-    """Rows are gone; what one shard no longer holds is loaded again before a row of it opens."""
+@pytest.mark.parametrize("is_link_first", [True, False])
+def test_adapters_survive_a_restart_of_the_shards(is_link_first: bool) -> None:
+    """The link is new before or after the scheduler gave up its rows; both with adapters running and steps under way.
+
+    What the shards no longer hold is loaded again before a row of it opens.
+    """
     harness = AdapterHarness(max_loras=2, max_cpu_loras=4)
     requests = [adapted(key, name, max_tokens=12) for key, name in enumerate(["a", "b", "c", None], 1)]
     for request in requests:
         harness.add(request)
     for _ in range(4):
         harness.tick()
-    scheduler = harness.scheduler
-    while harness.answer():
-        pass
-    for sequence in list(scheduler._places.running):
-        scheduler._preempt(sequence)
-    harness.shards.bound.clear()
-    harness.shards.staged = {"v-b"}
+    assert set(harness.running()) == {"a", "b", None} and harness.sent
     harness.is_auto = False
-    harness.places.restart(frozenset({"v-b"}))
+    harness.lose_shards({"v-b"}, is_link_first)
     harness.take_orders()
     assert sorted(harness.loading) == ["v-a", "v-c"]
-    for _ in range(20):
+    for _ in range(40):
         harness.tick()
     assert harness.tokens(2) == expected(requests[1]) and harness.tokens(4) == expected(requests[3])
     for version in list(harness.loading):

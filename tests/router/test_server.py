@@ -20,7 +20,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from router.config import RouterConfig
 from router.errors import StartupError
-from router.server import Server, ShardFailure
+from router.recovery import ShardFailure
+from router.server import Server
 from tests.fake_shard_server import FakeShardServer
 from tests.fake_shards import INFO, FakeShards
 from tests.router.api.edge import DEMO, FACTS, TEMPLATES, TIMEOUT_S, TOKENIZER, details, failure, plain, streamed
@@ -147,7 +148,7 @@ async def test_streams_that_outlast_the_shutdown_timeout_are_ended(tmp_path: Pat
 
 
 async def test_a_lost_shard_ends_calls_readiness_and_the_server(tmp_path: Path) -> None:
-    async with life(tmp_path, step_s=0.01) as server:
+    async with life(tmp_path, step_s=0.01, max_restarts=0) as server:
         await server.ready()
         stub: Any = health_pb2_grpc.HealthStub(server.channel)
         watch = stub.Watch(health_pb2.HealthCheckRequest(service=READY), timeout=TIMEOUT_S)

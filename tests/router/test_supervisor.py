@@ -23,7 +23,7 @@ class Supervisor:
             cwd=ROOT,
             start_new_session=True,
         )
-        order = {"commands": [[sys.executable, "-c", script] for script in scripts], "env": env or {}}
+        order = {"commands": [[sys.executable, "-c", script] for script in scripts], "env": env or {}, "group": 0}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
@@ -61,7 +61,12 @@ def test_an_ended_shard_is_reported_with_its_code_and_last_lines() -> None:
         "import sys; print('loading', flush=True); print('FATAL: no such tensor', file=sys.stderr); sys.exit(3)"
     )
     assert supervisor.event()["rank"] == 0
-    assert supervisor.event() == {"rank": 0, "returncode": 3, "last_lines": ["loading", "FATAL: no such tensor"]}
+    assert supervisor.event() == {
+        "group": 0,
+        "rank": 0,
+        "returncode": 3,
+        "last_lines": ["loading", "FATAL: no such tensor"],
+    }
     errors = supervisor.close()
     assert "[shard 0] FATAL: no such tensor" in errors
 

@@ -17,6 +17,7 @@ from cohort.v1 import generation_pb2 as pb
 from router.adapter_link import AdapterLinkBroken, AdapterRecipe, AdapterRefused
 from router.adapters import Adapters
 from router.errors import StartupError
+from router.messages import AdapterRef
 from tests.fake_shards import FakeAdapterLink, hashed_token
 from tests.router.adapter_files import make_adapter, version_of
 from tests.router.api.edge import TIMEOUT_S, Edge, edge, failure, plain, streamed
@@ -439,3 +440,30 @@ async def test_copies_are_gone_when_the_server_is(tmp_path: Path) -> None:
         folder = known(server)._folders._copies
         assert copies(server)
     assert not folder.exists()
+
+
+async def test_one_prompt_never_meets_the_cache_of_another_adapter_or_version(tmp_path: Path) -> None:
+    """Public bug vllm-project/vllm#3264: a cache keyed by tokens alone answered with the wrong adapter.
+
+    The scripted shards refuse a row whose cached keys were made with another version than its own.
+    """
+    versions = {"": ""} | {name: version_of(make_adapter(tmp_path / name, name)) for name in "ab"}
+    long = {"token_ids": pb.TokenIds(ids=[9, 10, 11] * 13)}
+
+    async def answer(name: str, version: str) -> None:
+        request = ask(name)
+        request.token_ids.CopyFrom(long["token_ids"])
+        got, known = await tokens(server, request), list(long["token_ids"].ids)
+        for token in got:
+            assert token == hashed_token(5, tuple(known), version)
+            known.append(token)
+
+    async with serving(tmp_path) as server:
+        for name in ("", "a", "b", "", "a"):
+            await answer(name, versions[name])
+        changed = version_of(make_adapter(tmp_path / "a", "changed"))
+        await load(server, "a")
+        for _ in range(2):
+            await answer("a", changed)
+        keys = {AdapterRef(name, version).key for name in ("a", "b", "a:b") for version in ("0" * 64, "1" * 64)}
+        assert len(keys) == 6 and "a" not in keys, "a salt of an adapter's name is no adapter's key"
