@@ -60,8 +60,9 @@ proto-check: $(STAMP) ## check that the committed stubs equal regenerated ones
 	    cmp "$$out/$$f" "proto/$$f" || { echo "stubs are stale: run 'make proto' and commit the result"; exit 1; }; \
 	  done && echo "stubs are up to date"
 
-bench: $(STAMP) ## compare with transformers on this CPU; a table in bench/results/
+bench: $(STAMP) ## compare with transformers on this CPU, and a cached prompt with a new one; tables in bench/results/
 	$(PY) -m bench.cpu $(ARGS)
+	$(PY) -m bench.prefix $(if $(findstring --quick,$(ARGS)),--quick)
 
 bench-gpu: ## on a GPU machine: make bench-gpu GEOMETRY=aya-8b TP=1; tables in bench/results/
 	PYTHONPATH=proto:. $(GPU_PYTHON) -m bench.gpu --geometry $(or $(GEOMETRY),aya-8b) --tensor-parallel-size $(or $(TP),1) $(ARGS)

@@ -236,6 +236,8 @@ def _sample(logits: torch.Tensor, rows: list[Row], device: str) -> Any:  # noqa:
             num_logprobs=ints["num_logprobs"].astype(np.int32),
             stop_id_counts=zeros,
             stop_ids=zeros[:0],
+            adapter_slots=zeros - 1,
+            num_cached_tokens=zeros,
         )
     )
     scheduled = ScheduledRows(slots, zeros + 7, zeros + 1, np.ones(n, np.bool_), zeros, zeros[:0])

@@ -80,6 +80,7 @@ class OfflineRouter:
             metrics=Metrics(),
             deliver=self._deliver,
             run_ahead=run_ahead,
+            enable_prefix_caching=False,  # Every round has the same prompts, and all of them are to be computed.
         )
         self._task: asyncio.Task[None] | None = None
 

@@ -159,6 +159,8 @@ class Driver:
             num_logprobs=_ints([row.num_logprobs for row in rows]),
             stop_id_counts=_ints([len(row.stop_ids) for row in rows]),
             stop_ids=_ints([token for row in rows for token in row.stop_ids]),
+            adapter_slots=_ints([-1] * len(rows)),
+            num_cached_tokens=_ints([0] * len(rows)),
         )
 
     def _filled(self, slots: list[int]) -> FilledTokens | None:

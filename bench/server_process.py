@@ -82,14 +82,16 @@ class ServerProcess:
         pages = int((folder / "statm").read_text().split()[1])
         return len(list((folder / "fd").iterdir())), pages * os.sysconf("SC_PAGE_SIZE")
 
-    def num_open_calls(self) -> int:
-        """RPCs that began and have not ended, by its metrics."""
+    def counted(self, *names: str) -> tuple[float, ...]:
+        """What its metrics say of these counters, over all labels."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self._metrics_port}/metrics", timeout=10) as response:
             lines = response.read().decode().splitlines()
-        started, handled = (
-            sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"grpc_server_{what}_total{{"))
-            for what in ("started", "handled")
-        )
+        values = [(line.partition(" ")[0].partition("{")[0], line.rpartition(" ")[2]) for line in lines]
+        return tuple(sum(float(value) for found, value in values if found == name) for name in names)
+
+    def num_open_calls(self) -> int:
+        """RPCs that began and have not ended, by its metrics."""
+        started, handled = self.counted("grpc_server_started_total", "grpc_server_handled_total")
         return int(started - handled)
 
     def stop(self) -> None:

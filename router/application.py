@@ -63,6 +63,7 @@ class Application:
             places,
             keeper,
             config.step_timeout,
+            config.enable_prefix_caching,
         )
         client.attach(self._engine)
         self._adapters = None

@@ -60,6 +60,7 @@ class RouterConfig:
         (), "batch sizes to capture as CUDA graphs, with commas; empty: a ladder up to max-num-seqs"
     )
     attention_backend: str = _flag("auto", "attention kernels", choices=("auto", "torch", "triton", "flash"))
+    enable_prefix_caching: bool = _flag(True, "compute a text's beginning once for all requests that share it")
     load_format: str = _flag("auto", "dummy: random weights, to try out geometry", choices=("auto", "dummy"))
     enable_lora: bool = _flag(False, "serve LoRA adapters beside the base model")
     lora_modules: tuple[str, ...] = _flag((), "adapters to load at the start, name=path, with commas")

@@ -64,6 +64,7 @@ class Engine:
         adapters: AdapterPlaces | None = None,
         supervision: Supervision | None = None,
         step_timeout_s: float = 0.0,
+        enable_prefix_caching: bool = True,
     ) -> None:
         """`run_ahead` is how many steps are sent before the oldest one's answer is here, beside that one.
 
@@ -71,7 +72,7 @@ class Engine:
         """
         self._link = link
         self._adapters = adapters
-        self._scheduler = Scheduler(link.info, make_detokenizer, adapters)
+        self._scheduler = Scheduler(link.info, make_detokenizer, adapters, enable_prefix_caching)
         self._metrics = metrics
         self._deliver = deliver
         self._run_ahead = run_ahead
@@ -232,6 +233,9 @@ class Engine:
         self._metrics.generation_tokens(tally.num_generated_tokens)
         if tally.num_prompt_tokens:
             self._metrics.prompt_tokens(tally.num_prompt_tokens)
+            self._metrics.cached_prompt_tokens(tally.num_cached_prompt_tokens)
+        if tally.num_looked_up_tokens:
+            self._metrics.prefix_cache(tally.num_looked_up_tokens, tally.num_found_tokens)
         if tally.num_preemptions:
             self._metrics.preempted(tally.num_preemptions)
         for name, count in tally.num_adapter_tokens.items():

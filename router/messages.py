@@ -80,6 +80,7 @@ class Submission:
     arrival_s: float = 0.0  # time.monotonic()
     deadline_s: float | None = None  # time.monotonic() at which the caller gives up
     adapter: AdapterRef | None = None  # None: the base model
+    cache_salt: str = ""  # requests with different salts share no cached prefix
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -56,6 +56,9 @@ class Metrics(Collector):
         self.successes = Counter("cohort_request_success", "Sequences that ended well.", ["finish_reason"])
         self.failures = Counter("cohort_request_failure", "Requests that ended with an error.", ["code"])
         self.prompt = Counter("cohort_prompt_tokens", "Prompt tokens of the requests that began to run.")
+        self.cached_prompt = Counter("cohort_cached_prompt_tokens", "Prompt tokens of those that were cached.")
+        self.cache_queries = Counter("cohort_prefix_cache_queries", "Tokens looked up in the prefix cache.")
+        self.cache_hits = Counter("cohort_prefix_cache_hits", "Tokens found in the prefix cache.")
         self.generated = Counter("cohort_generation_tokens", "Tokens generated.")
         self.ttft = Histogram(
             "cohort_time_to_first_token_seconds", "From a request's arrival to its first token.", REQUEST_SECONDS
@@ -134,6 +137,15 @@ class Metrics(Collector):
     def prompt_tokens(self, n: int) -> None:
         """A request of `n` prompt tokens begins to run."""
         self.prompt.add(n)
+
+    def cached_prompt_tokens(self, n: int) -> None:
+        """`n` of the prompt tokens of a request that begins to run are cached."""
+        self.cached_prompt.add(n)
+
+    def prefix_cache(self, queries: int, hits: int) -> None:
+        """Sequences of `queries` tokens started, `hits` of which are cached."""
+        self.cache_queries.add(queries)
+        self.cache_hits.add(hits)
 
     def generation_tokens(self, n: int) -> None:
         """`n` tokens were generated."""
@@ -223,6 +235,8 @@ class Metrics(Collector):
             ("vllm:num_preemptions", self.preemptions),
             ("vllm:prompt_tokens", self.prompt),
             ("vllm:generation_tokens", self.generated),
+            ("vllm:prefix_cache_queries", self.cache_queries),
+            ("vllm:prefix_cache_hits", self.cache_hits),
             ("vllm:time_to_first_token_seconds", self.ttft),
             ("vllm:inter_token_latency_seconds", self.itl),
             ("vllm:e2e_request_latency_seconds", self.e2e),

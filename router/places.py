@@ -6,6 +6,7 @@ import bisect
 import itertools
 
 from router.block_manager import BlockManager
+from router.prefix_cache import block_digest, root_digest
 from router.sequence import Sequence
 from router.step import ShardInfo
 
@@ -19,14 +20,15 @@ class Places:
     A place given up is free at once, steps under way or not: the shards run steps in order.
     """
 
-    def __init__(self, info: ShardInfo) -> None:
+    def __init__(self, info: ShardInfo, enable_prefix_caching: bool = True) -> None:
         self._info = info
+        self._is_caching = enable_prefix_caching
         self._reserve = int(info.num_blocks * FREE_SHARE_AT_START)
         self.running: list[Sequence] = []
         self.reset()
 
     def reset(self) -> None:
-        """All places are free, whoever held them: the shards' tables and cache are gone."""
+        """All places are free and nothing is cached, whoever held them: the shards' tables and cache are gone."""
         for sequence in self.running:
             sequence.slot, sequence.block_table = None, []
         self._blocks = BlockManager(self._info.num_blocks, self._info.block_size)
@@ -41,7 +43,7 @@ class Places:
 
     @property
     def usage(self) -> float:
-        """Share of the blocks in use, 0 to 1."""
+        """Share of the blocks that sequences hold, 0 to 1; idle cached ones do not count."""
         return self._blocks.usage
 
     @property
@@ -50,16 +52,65 @@ class Places:
         return bool(self._free_slots)
 
     def take(self, sequence: Sequence) -> list[int] | None:
-        """Gives `sequence` a slot and blocks for all its known tokens: the blocks, or None where too few are free."""
-        needed = self._blocks.blocks_for(sequence.num_tokens)
-        if self.running and self._blocks.num_free - needed < self._reserve:
+        """Gives `sequence` a slot and blocks for all its known tokens: the blocks, or None where too few are free.
+
+        The first of them are cached ones as far as there are any; it starts after their tokens.
+        """
+        cached = self._cached_blocks(sequence)
+        needed = self._blocks.blocks_for(sequence.num_tokens) - len(cached)
+        num_left = self._blocks.num_free - self._blocks.num_idle(cached) - needed
+        if num_left < (self._reserve if self.running else 0):
             return None
-        blocks = self._blocks.allocate(needed)
-        if blocks is None:
-            return None
-        sequence.slot, sequence.block_table = self._free_slots.pop(), blocks
+        self._blocks.share(cached)  # Before allocating, which may evict what nobody refers to.
+        allocated = self._blocks.allocate(needed)
+        assert allocated is not None, "they were counted"
+        sequence.slot, sequence.block_table = self._free_slots.pop(), cached + allocated
+        sequence.num_offered_blocks = len(cached)
+        sequence.num_computed_tokens = sequence.num_shard_tokens = len(cached) * self._info.block_size
         bisect.insort(self.running, sequence, key=lambda running: running.order)
+        return sequence.block_table[:]
+
+    def _cached_blocks(self, sequence: Sequence) -> list[int]:
+        """The cached blocks that `sequence` can start with; at least its last known token has to be computed."""
+        blocks: list[int] = []
+        if self._is_caching:
+            for index in range((sequence.num_tokens - 1) // self._info.block_size):
+                block = self._blocks.cache.find(self._digest(sequence, index))
+                if block is None:
+                    break
+                blocks.append(block)
         return blocks
+
+    def offer(self, sequence: Sequence, num_tokens: int) -> None:
+        """The first `num_tokens` tokens of a running sequence are in its blocks, by the shards' answer: full blocks
+        can be shared from now on."""
+        if not self._is_caching:
+            return
+        for index in range(sequence.num_offered_blocks, num_tokens // self._info.block_size):
+            self._blocks.cache.register(sequence.block_table[index], self._digest(sequence, index))
+            sequence.num_offered_blocks = index + 1
+
+    def waits_for_sibling(self, sequence: Sequence) -> bool:
+        """Whether the prompt's full blocks are being computed for another answer to the same request."""
+        group = sequence.group
+        if not self._is_caching or len(group.members) == 1:
+            return False
+        first = next((member for member in group.members if member.slot is not None), None)
+        num_shared = (sequence.num_prompt_tokens - 1) // self._info.block_size
+        return first is not None and first.num_offered_blocks < num_shared
+
+    def _digest(self, sequence: Sequence, index: int) -> bytes:
+        """The key of the sequence's block `index`, all of whose tokens are known. Each is hashed once."""
+        digests, size = sequence.block_digests, self._info.block_size
+        if not digests and sequence.index:  # The prompt's are those of its sibling.
+            digests += sequence.group.members[0].block_digests[: sequence.num_prompt_tokens // size]
+        while len(digests) <= index:
+            submission = sequence.group.submission
+            adapter_key = submission.adapter.key if submission.adapter else ""
+            parent = digests[-1] if digests else root_digest(adapter_key, submission.cache_salt)
+            start = len(digests) * size
+            digests.append(block_digest(parent, sequence.tokens(start, start + size)))
+        return digests[index]
 
     def grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """The blocks that `sequence` needs beside its own for `num_tokens`, or None where too few are free."""

@@ -30,6 +30,7 @@ class GenerationRequest:
     n: int | None = None
     priority: int = 0
     adapter: str = ""  # empty: the base model
+    cache_salt: str = ""
     # Fields of the API that this version does not serve, by path, as far as they were set; None: a message was set.
     unserved: Mapping[str, object] = dataclasses.field(default_factory=dict)
 

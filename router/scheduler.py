@@ -34,12 +34,17 @@ class Scheduler:
     """Synchronous, without I/O; times are time.monotonic() seconds, handed in."""
 
     def __init__(
-        self, info: ShardInfo, make_detokenizer: MakeDetokenizer, adapters: AdapterPlaces | None = None
+        self,
+        info: ShardInfo,
+        make_detokenizer: MakeDetokenizer,
+        adapters: AdapterPlaces | None = None,
+        enable_prefix_caching: bool = True,
     ) -> None:
         """`make_detokenizer(skip_special_tokens)` gives each sequence its own; `adapters` None: LoRA is off."""
         self._info = info
         self._make_detokenizer = make_detokenizer
-        self._places = Places(info)
+        self._places = Places(info, enable_prefix_caching)
+        self._is_caching = enable_prefix_caching
         self._adapters = adapters or AdapterPlaces()
         self._groups: dict[int, SequenceGroup] = {}
         self._waiting = WaitingQueue()
@@ -224,9 +229,14 @@ class Scheduler:
     def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
         for woken in self._adapters.wake():
             self._waiting.push(woken)
+        held: list[Sequence] = []
         while budget and self._places.has_slot and (sequence := self._waiting.head()) is not None:
             if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
                 break
+            if self._places.waits_for_sibling(sequence):  # It can share blocks soon; those behind it may go on.
+                self._waiting.pop()
+                held.append(sequence)
+                continue
             if not self._adapters.place(sequence):  # Parked: those behind it may go on.
                 self._waiting.pop()
                 continue
@@ -236,16 +246,23 @@ class Scheduler:
             self._waiting.pop()
             self._adapters.enter(sequence)
             self._open(step, sequence, now_s)
-            chunk = min(sequence.num_tokens, budget)
+            chunk = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
             self._compute(step, rows, sequence, chunk, new_blocks)
             budget -= chunk
+        for sequence in held:
+            self._waiting.push(sequence)
 
     def _open(self, step: Step, sequence: Sequence, now_s: float) -> None:
         assert sequence.slot is not None
         step.opened.append(sequence.opening(sequence.slot))
-        if sequence.group.first_scheduled_s is None:
-            sequence.group.first_scheduled_s = now_s
+        group, num_cached_tokens = sequence.group, sequence.num_computed_tokens
+        if self._is_caching:
+            self._tally.num_looked_up_tokens += sequence.num_tokens
+            self._tally.num_found_tokens += num_cached_tokens
+        if group.first_scheduled_s is None:
+            group.first_scheduled_s, group.num_cached_tokens = now_s, num_cached_tokens
             self._tally.num_prompt_tokens += sequence.num_prompt_tokens
+            self._tally.num_cached_prompt_tokens += num_cached_tokens
 
     def _compute(
         self, step: Step, rows: list[Sequence], sequence: Sequence, num_tokens: int, new_blocks: list[int]
@@ -282,8 +299,11 @@ class Scheduler:
                 events += self._try_apart(sequence)
             elif not row.is_finite:
                 events += self._fail(sequence.group, InternalError("the model gave no finite numbers for this request"))
-            elif row.sampled is not None:
-                self._accept(sequence, row, events, now_s)
+            else:
+                if sequence.slot is not None:  # Else its blocks are somebody else's already.
+                    self._places.offer(sequence, scheduled.start + scheduled.num_tokens)
+                if row.sampled is not None:
+                    self._accept(sequence, row, events, now_s)
         return events
 
     def _try_apart(self, sequence: Sequence) -> list[Event]:

@@ -31,6 +31,8 @@ class Sequence:
     checker: StopChecker
     output_token_ids: list[int] = dataclasses.field(default_factory=list)
     block_table: list[int] = dataclasses.field(default_factory=list)
+    block_digests: list[bytes] = dataclasses.field(default_factory=list)  # keys of its full blocks, as far as needed
+    num_offered_blocks: int = 0  # first ones of block_table that the prefix cache knows, or knows others like them
     slot: int | None = None
     num_computed_tokens: int = 0
     num_shard_tokens: int = 0
@@ -88,7 +90,7 @@ class Sequence:
         return (*prompt[start:stop], *self.output_token_ids[max(0, start - border) : max(0, stop - border)])
 
     def opening(self, slot: int) -> OpenRow:
-        """What the shards need to know of this sequence when it gets a slot."""
+        """What the shards need to know of this sequence when it has just got a slot."""
         submission = self.group.submission
         sampling, stopping = submission.sampling, submission.stopping
         num_logprobs = submission.output.num_logprobs
@@ -104,6 +106,7 @@ class Sequence:
             num_logprobs=-1 if num_logprobs is None else num_logprobs,
             stop_ids=tuple(sorted(stop_ids)),
             adapter_slot=self.adapter_slot,
+            num_cached_tokens=self.num_computed_tokens,
         )
 
 
@@ -115,6 +118,7 @@ class SequenceGroup:
     members: list[Sequence] = dataclasses.field(default_factory=list)
     first_scheduled_s: float | None = None
     first_token_s: float | None = None
+    num_cached_tokens: int = 0  # at the first start of the first member
 
     @property
     def is_finished(self) -> bool:
@@ -133,7 +137,7 @@ class SequenceGroup:
             key=submission.key,
             prompt_tokens=len(submission.prompt_token_ids),
             completion_tokens=sum(len(member.output_token_ids) for member in self.members),
-            cached_tokens=0,
+            cached_tokens=self.num_cached_tokens,
             timing=Timing(
                 queue_s=self.first_scheduled_s - submission.arrival_s,
                 prefill_s=self.first_token_s - self.first_scheduled_s,

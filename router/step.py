@@ -24,6 +24,7 @@ class OpenRow:
     num_logprobs: int  # -1: none at all
     stop_ids: tuple[int, ...]
     adapter_slot: int = -1  # -1: the base model
+    num_cached_tokens: int = 0  # held by the first blocks that the row gets; they are neither sent nor computed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ def _pack_opened(step: Step, message: shard_pb2.OpenedRows) -> None:
     message.num_logprobs = _column("i", [row.num_logprobs for row in rows])
     message.stop_id_counts = _column("i", [len(row.stop_ids) for row in rows])
     message.stop_ids = _column("i", [token for row in rows for token in row.stop_ids])
+    message.num_cached_tokens = _column("i", [row.num_cached_tokens for row in rows])
     message.adapter_slots = _column("i", [row.adapter_slot for row in rows])
 
 

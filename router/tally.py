@@ -13,6 +13,9 @@ class Tally:
     """What happened since the tally was last taken. Latencies are in seconds."""
 
     num_prompt_tokens: int = 0  # of requests that began to run
+    num_cached_prompt_tokens: int = 0  # of those, the ones that were in the prefix cache
+    num_looked_up_tokens: int = 0  # known tokens of sequences at each start of theirs, with a prefix cache
+    num_found_tokens: int = 0  # of those, the ones that were in it
     num_generated_tokens: int = 0
     num_preemptions: int = 0
     num_adapter_tokens: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # by name

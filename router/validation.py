@@ -23,13 +23,13 @@ from router.request import GenerationRequest, Limits
 GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 as the float32 that arrives; a lower temperature means greedy
 MAX_REQUEST_ID_BYTES = 256
 MAX_ADAPTER_NAME_BYTES = 256
+MAX_CACHE_SALT_BYTES = 256
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 # Values that change nothing, so that a client which always sends them is served.
 NEUTRAL = {
-    "cache_salt": "",
     "sampling.min_p": 0.0,
     "sampling.typical_p": 1.0,
     "sampling.repetition_penalty": 1.0,
@@ -75,6 +75,7 @@ def check_fields(request: GenerationRequest, limits: Limits) -> None:
         if value is None or value != NEUTRAL.get(field):
             raise Unimplemented(f"{field} is not served by this version; leave it unset")
     check_adapter(request.adapter, limits)
+    _check_length("cache_salt", request.cache_salt, MAX_CACHE_SALT_BYTES)
     _check_sampling(request, limits)
     _check_stopping(request, limits)
     _check_range("output.logprobs", request.num_logprobs, 0, MAX_LOGPROBS)
@@ -137,6 +138,7 @@ def build(
         priority=request.priority,
         arrival_s=admitted.arrival_s,
         deadline_s=admitted.deadline_s,
+        cache_salt=request.cache_salt,
     )
 
 

@@ -33,6 +33,7 @@ class OpenedRows:
     stop_id_counts: Int32
     stop_ids: Int32
     adapter_slots: Int32
+    num_cached_tokens: Int32
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ def _opened(rows: shard_pb2.OpenedRows) -> OpenedRows:
         stop_id_counts=counts,
         stop_ids=_int32(rows.stop_ids, "opened.stop_ids", _total(counts, "opened.stop_id_counts")),
         adapter_slots=_int32(rows.adapter_slots, "opened.adapter_slots", n),
+        num_cached_tokens=_int32(rows.num_cached_tokens, "opened.num_cached_tokens", n),
     )
 
 

@@ -76,14 +76,17 @@ class RowTables:
         self.is_open[slots] = False
 
     def open(self, rows: OpenedRows) -> None:
-        """Gives slots to new sequences, without tokens or blocks; raises ProtocolError for a bad slot or value."""
+        """Gives slots to new sequences, without blocks; raises ProtocolError for a bad slot or value.
+
+        Cached tokens count as known and computed; nothing reads them, so the token table does not have them.
+        """
         slots = rows.slots
         self._check_slots(slots, "opened.slots")
         _refuse(self.is_open[slots], slots, "opened.slots: slot {} is open already")
         self._check_opened(rows)
         self.is_open[slots] = True
-        for column in (self.num_known, self.next_starts, self.num_row_blocks):
-            column[slots] = 0
+        self.num_known[slots] = self.next_starts[slots] = rows.num_cached_tokens
+        self.num_row_blocks[slots] = 0
         self.lost_starts[slots] = -1
         self.num_prompt_tokens[slots] = rows.num_prompt_tokens
         self.seeds[slots] = rows.seeds
@@ -108,6 +111,10 @@ class RowTables:
         _refuse(rows.top_k < 0, slots, "opened.top_k of slot {} is negative")
         _refuse(rows.adapter_slots < -1, slots, "opened.adapter_slots of slot {} is below -1")
         _refuse(rows.num_prompt_tokens < 0, slots, "opened.num_prompt_tokens of slot {} is negative")
+        cached = rows.num_cached_tokens
+        is_bad = (cached < 0) | (cached >= self.max_model_len) | (cached % self.block_size != 0)
+        limit = f"a multiple of {self.block_size} in [0, {self.max_model_len})"
+        _refuse(is_bad, slots, f"opened.num_cached_tokens of slot {{}} is not {limit}")
         too_many = (rows.num_logprobs < -1) | (rows.num_logprobs > self.vocab_size)
         _refuse(too_many, slots, "opened.num_logprobs of slot {} is outside [-1, vocab_size]")
         self._check_ids(rows.stop_ids, "opened.stop_ids")

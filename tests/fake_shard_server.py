@@ -110,9 +110,9 @@ def to_step(work: StepWork) -> Step:
         stop_ids = np.split(opened.stop_ids, np.cumsum(opened.stop_id_counts)[:-1])
         columns = (opened.slots, opened.num_prompt_tokens, opened.seeds.view(np.uint64), opened.temperature)
         columns += (opened.top_k, opened.top_p, opened.min_tokens, opened.num_logprobs)
-        adapter_slots = opened.adapter_slots.tolist()
-        for ids, slot, *values in zip(stop_ids, adapter_slots, *(column.tolist() for column in columns), strict=True):
-            step.opened.append(OpenRow(*values, stop_ids=tuple(ids.tolist()), adapter_slot=slot))
+        extra = zip(stop_ids, opened.adapter_slots.tolist(), opened.num_cached_tokens.tolist(), strict=True)
+        for (ids, *rest), *values in zip(extra, *(column.tolist() for column in columns), strict=True):
+            step.opened.append(OpenRow(*values, tuple(ids.tolist()), *rest))
     if (bindings := work.bindings) is not None:
         step.bindings = [BindAdapter(*pair) for pair in zip(bindings.slots.tolist(), bindings.versions, strict=True)]
     if (filled := work.filled) is not None:

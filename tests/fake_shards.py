@@ -45,6 +45,7 @@ class Row:
     num_logprobs: int
     adapter_slot: int = -1
     next_start: int = 0
+    num_cached_tokens: int = 0
     tokens: dict[int, int] = dataclasses.field(default_factory=dict)
     blocks: list[int] = dataclasses.field(default_factory=list)
 
@@ -54,7 +55,8 @@ class FakeShards:
 
     The cache is a dict from (block, offset) to the token, position and adapter version whose key and value would be
     there; a row that attends to a place which holds something else, or which nobody wrote, fails the test. So does a
-    binding of a version that is not staged, or of a slot in use. Put versions into `staged`, or set it to None: then
+    binding of a version that is not staged, or of a slot in use. A row opened with cached tokens takes them from the
+    cache, so that its answer shows a wrong share. Put versions into `staged`, or set it to None: then
     every version is staged.
     """
 
@@ -91,7 +93,15 @@ class FakeShards:
             assert opened.adapter_slot < 0 or opened.adapter_slot in self.bound, (
                 "a row in a slot that nothing is bound to"
             )
-            self.rows[opened.slot] = Row(opened.seed, opened.num_logprobs, opened.adapter_slot)
+            self.rows[opened.slot] = Row(
+                opened.seed,
+                opened.num_logprobs,
+                opened.adapter_slot,
+                opened.num_cached_tokens,
+                opened.num_cached_tokens,
+            )
+            assert opened.num_cached_tokens % self.info.block_size == 0
+            assert 0 <= opened.num_cached_tokens < self.info.max_model_len
         assert sum(len(filled.token_ids) for filled in step.filled) <= self.info.max_num_batched_tokens
         for filled in step.filled:
             for offset, token in enumerate(filled.token_ids):
@@ -115,6 +125,9 @@ class FakeShards:
         assert 0 not in row.blocks and all(block < self.info.num_blocks for block in row.blocks)
         end = row.next_start = scheduled.start + scheduled.num_tokens
         version = self.bound[row.adapter_slot] if row.adapter_slot >= 0 else ""
+        if scheduled.start == row.num_cached_tokens:  # Its first step: the blocks have to hold the start of its text.
+            for position in range(row.num_cached_tokens):
+                row.tokens[position] = self.cache[self._place(row, position)][1]
         for position in range(scheduled.start, end):
             self.cache[self._place(row, position)] = (position, row.tokens[position], version)
             self.num_computed_tokens += 1

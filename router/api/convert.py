@@ -45,6 +45,7 @@ def to_request(message: pb.GenerateRequest | pb.ChatRequest) -> GenerationReques
         n=message.n if message.HasField("n") else None,
         priority=message.priority,
         adapter=message.adapter,
+        cache_salt=message.cache_salt,
         unserved=_unserved(message),
     )
 
@@ -59,7 +60,6 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 def _unserved(message: pb.GenerateRequest | pb.ChatRequest) -> dict[str, object]:
     sampling = message.sampling
     found: dict[str, object] = {
-        "cache_salt": message.cache_salt,
         "sampling.min_p": sampling.min_p,
         "sampling.frequency_penalty": sampling.frequency_penalty,
         "sampling.presence_penalty": sampling.presence_penalty,

@@ -31,6 +31,8 @@ def fed(has_aliases: bool = True) -> Metrics:
     metrics.first_token(0.75)
     metrics.token_latency(0.004)
     metrics.prompt_tokens(10)
+    metrics.cached_prompt_tokens(8)
+    metrics.prefix_cache(14, 12)
     metrics.generation_tokens(20)
     metrics.request_done([FinishReason.STOP, FinishReason.STOP, FinishReason.LENGTH], DONE)
     metrics.request_failed("UNAVAILABLE")
@@ -68,6 +70,9 @@ def test_what_was_fed_comes_out() -> None:
     assert value(found, "cohort_kv_cache_usage_ratio") == 0.25
     assert value(found, "cohort_preemptions_total") == 2
     assert value(found, "cohort_prompt_tokens_total") == 10
+    assert value(found, "cohort_cached_prompt_tokens_total") == 8
+    assert value(found, "cohort_prefix_cache_queries_total") == 14
+    assert value(found, "cohort_prefix_cache_hits_total") == 12
     assert value(found, "cohort_generation_tokens_total") == 20
     assert value(found, "cohort_request_success_total", finish_reason="stop") == 2
     assert value(found, "cohort_request_success_total", finish_reason="length") == 1
@@ -120,6 +125,8 @@ def test_vllm_names_carry_the_same_numbers_and_the_model() -> None:
         ("num_preemptions_total", "cohort_preemptions_total"),
         ("prompt_tokens_total", "cohort_prompt_tokens_total"),
         ("generation_tokens_total", "cohort_generation_tokens_total"),
+        ("prefix_cache_queries_total", "cohort_prefix_cache_queries_total"),
+        ("prefix_cache_hits_total", "cohort_prefix_cache_hits_total"),
         ("time_to_first_token_seconds_sum", "cohort_time_to_first_token_seconds_sum"),
         ("inter_token_latency_seconds_count", "cohort_inter_token_latency_seconds_count"),
         ("e2e_request_latency_seconds_sum", "cohort_e2e_request_latency_seconds_sum"),

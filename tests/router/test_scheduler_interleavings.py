@@ -47,13 +47,24 @@ class Interleavings(RuleBasedStateMachine):
         priority=st.integers(-1, 1),
         stops_at=st.none() | st.integers(0, 6),
         seconds=st.none() | st.integers(1, 30),
+        text=st.none() | st.integers(1, 2),
     )
     def submit(
-        self, length: int, max_tokens: int, n: int, priority: int, stops_at: int | None, seconds: int | None
+        self,
+        length: int,
+        max_tokens: int,
+        n: int,
+        priority: int,
+        stops_at: int | None,
+        seconds: int | None,
+        text: int | None,
     ) -> None:
+        """Prompts of the same `text` begin alike."""
         key = len(self.requests) + 1
         max_tokens = min(max_tokens, LONGEST - length)
         request = submission(key, length, max_tokens, n=n, priority=priority)
+        if text is not None:
+            request = dataclasses.replace(request, prompt_token_ids=submission(text, length).prompt_token_ids)
         if stops_at is not None and stops_at < max_tokens:
             eos = frozenset({expected(request)[stops_at]})
             request = dataclasses.replace(request, stopping=StoppingParams(max_tokens, eos_token_ids=eos))

@@ -21,6 +21,7 @@ class Open:
     stop_ids: tuple[int, ...] = ()
     num_prompt_tokens: int | None = None
     adapter_slot: int = -1
+    num_cached_tokens: int = 0
 
 
 @dataclasses.dataclass
@@ -53,6 +54,7 @@ def opened(rows: list[Open]) -> shard_pb2.OpenedRows:
         stop_id_counts=i32(*[len(r.stop_ids) for r in rows]),
         stop_ids=i32(*[i for r in rows for i in r.stop_ids]),
         adapter_slots=i32(*[r.adapter_slot for r in rows]),
+        num_cached_tokens=i32(*[r.num_cached_tokens for r in rows]),
     )
 
 
@@ -83,14 +85,14 @@ def step(
     closed: tuple[int, ...] = (),
     bindings: dict[int, str] | None = None,
 ) -> shard_pb2.Step:
-    """Rows that are opened are filled in the same step."""
+    """Rows that are opened are filled in the same step, from the end of what is cached on."""
     message = shard_pb2.Step(step_id=step_id, closed_slots=i32(*closed), scheduled=scheduled(runs))
     if bindings:
         message.bindings.slots = i32(*bindings)
         message.bindings.versions.extend(bindings.values())
     if opens:
         message.opened.CopyFrom(opened(opens))
-        message.filled.CopyFrom(filled([(r.slot, 0, r.tokens) for r in opens]))
+        message.filled.CopyFrom(filled([(r.slot, r.num_cached_tokens, r.tokens[r.num_cached_tokens :]) for r in opens]))
     return message
 
 

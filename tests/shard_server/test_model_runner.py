@@ -131,6 +131,34 @@ def test_compiling_draws_in_every_way_and_leaves_nothing_behind(
     assert generate_mixed(runner, 2) == [checkpoints.greedy(checkpoint[1], prompt, 2) for prompt in PROMPTS]
 
 
+@pytest.mark.parametrize("num_cached", [16, 32])
+def test_a_row_on_the_blocks_of_another_gives_what_a_cold_row_gives(
+    checkpoint: tuple[Path, torch.nn.Module], runner: ModelRunner, num_cached: int
+) -> None:
+    """Both are longer than Cohere2's window, of 9 tokens here. The row's own token table holds something else."""
+    prompt = PROMPTS[2]
+    expected = checkpoints.greedy(checkpoint[1], prompt, 6)
+    client = Client(runner)
+    first = Open(0, prompt, num_logprobs=3)
+    other = Open(1, [300 - i for i in range(35)])
+    cold = [client.rows([client.run(0, 0, len(prompt)), client.run(1, 0, 20, False)], [first, other])]
+    shared = tuple(range(1, num_cached // BLOCK + 1))
+    own = tuple(range(20, 23 - len(shared)))
+    again = Open(1, prompt, num_logprobs=3, num_cached_tokens=num_cached)
+    chunk = (len(prompt) - num_cached) // 2
+    client.rows([Run(1, num_cached, chunk, False, shared + own)], [again], closed=(1,))
+    middle = num_cached + chunk
+    warm = [client.rows([Run(1, middle, len(prompt) - middle)])]
+    for position in range(len(prompt), len(prompt) + 5):
+        cold.append(client.rows([client.run(0, position)]))
+        warm.append(client.rows([Run(1, position)]))
+    for rows in (cold, warm):
+        assert [row.token_ids.tolist()[0] for row in rows] == expected
+    for one, another in zip(cold, warm, strict=True):
+        np.testing.assert_allclose(one.logprobs, another.logprobs, rtol=0, atol=1e-5)
+        np.testing.assert_allclose(one.top_logprobs, another.top_logprobs, rtol=0, atol=1e-5)
+
+
 def two_rank_tokens(parallel: TensorParallel, folder: str) -> list[list[int]]:
     return generate_mixed(make_runner(Path(folder), parallel), 12)
 

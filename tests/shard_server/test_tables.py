@@ -112,6 +112,36 @@ def test_tables_without_rows_forget_their_owners(tables: RowTables) -> None:
     apply(tables, [], [Open(0, [1])])
 
 
+def test_a_row_with_cached_tokens_goes_on_after_them_in_the_blocks_that_hold_them(tables: RowTables) -> None:
+    apply(tables, [Run(0, 0, 10, True, (7, 8, 9))], [Open(0, list(range(10)))])
+    batch = apply(tables, [Run(1, 8, 2, False, (7, 8, 4))], [Open(1, list(range(11)), num_cached_tokens=8)])
+    assert batch.positions.tolist() == [8, 9]
+    assert tables.blocks.tensor[1, :3].tolist() == [7, 8, 4]
+    assert tables.tokens.tensor[1, 8:11].tolist() == [8, 9, 10]
+    assert (tables.num_known[1], tables.next_starts[1], tables.num_row_blocks[1]) == (11, 10, 3)
+    with pytest.raises(ProtocolError, match="starts: 8 of slot 1, whose next position is 10"):
+        apply(tables, [Run(1, 8, 1, False)])
+    apply(tables, [Run(1, 10)])
+
+
+@pytest.mark.parametrize(
+    ("text", "run"),
+    {
+        "starts: 0 of slot 1, whose next position is 8": Run(1, 0, 9, True, (7, 8, 4)),
+        "slot 1 has no block": Run(1, 8, 1, True, (7, 8)),
+    }.items(),
+)
+def test_a_row_with_cached_tokens_has_to_bring_their_blocks(tables: RowTables, text: str, run: Run) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        apply(tables, [run], [Open(1, list(range(9)), num_cached_tokens=8)])
+
+
+def test_a_slot_that_is_opened_again_forgets_what_was_cached(tables: RowTables) -> None:
+    apply(tables, [Run(1, 8, 1, True, (7, 8, 4))], [Open(1, list(range(9)), num_cached_tokens=8)])
+    apply(tables, [Run(1, 0, 2, True, (4,))], [Open(1, [1, 2])], closed=(1,))
+    assert (tables.num_known[1], tables.next_starts[1], tables.num_row_blocks[1]) == (3, 2, 1)
+
+
 REFUSED_RUNS = {
     "slot 4 is out of range": Run(4, 0),
     "slot -1 is out of range": Run(-1, 0),
@@ -154,6 +184,9 @@ REFUSED_OPENS = {
     "num_logprobs of slot 1": Open(1, [1], num_logprobs=101),
     "stop_ids: 22565 is no id": Open(1, [1], stop_ids=(22565,)),
     "stop_ids: -1 is no id": Open(1, [1], stop_ids=(-1,)),
+    "num_cached_tokens of slot 1 is not a multiple of 4": Open(1, [1] * 9, num_cached_tokens=6),
+    "num_cached_tokens of slot 1 is not": Open(1, [1] * 9, num_cached_tokens=-4),
+    r"num_cached_tokens of slot 1 is not a multiple of 4 in \[0, 32\)": Open(1, [1] * 40, num_cached_tokens=32),
     "token_ids: 100 is no id": Open(1, [5, 100]),
     "over max_model_len 32": Open(1, [1] * 33),
 }

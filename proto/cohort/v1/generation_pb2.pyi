@@ -460,7 +460,7 @@ class GenerateRequest(google.protobuf.message.Message):
     priority: builtins.int
     """Lower runs first, then the earlier request. Default: 0."""
     cache_salt: builtins.str
-    """Requests with different salts share no cached prefix. Default: empty."""
+    """Requests with different salts share no cached prefix; at most 256 bytes. Default: empty."""
     @property
     def token_ids(self) -> global___TokenIds:
         """Token ids, not empty."""
@@ -925,7 +925,7 @@ class ChatRequest(google.protobuf.message.Message):
     priority: builtins.int
     """Lower runs first, then the earlier request. Default: 0."""
     cache_salt: builtins.str
-    """Requests with different salts share no cached prefix. Default: empty."""
+    """Requests with different salts share no cached prefix; at most 256 bytes. Default: empty."""
     chat_template: builtins.str
     """A template of the tokenizer by name. Default: "default"."""
     n: builtins.int

@@ -313,6 +313,7 @@ class OpenedRows(google.protobuf.message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: builtins.int
     STOP_ID_COUNTS_FIELD_NUMBER: builtins.int
     STOP_IDS_FIELD_NUMBER: builtins.int
+    NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
     slots: builtins.bytes
     """i32 [R]: the rows."""
@@ -334,6 +335,10 @@ class OpenedRows(google.protobuf.message.Message):
     """i32 [R]: how many of stop_ids belong to each row."""
     stop_ids: builtins.bytes
     """i32 [sum of stop_id_counts]: ids that min_tokens forbids."""
+    num_cached_tokens: builtins.bytes
+    """i32 [R]: tokens whose keys and values are in the first blocks of the row already, a multiple of the block size. The
+    row computes from there on, and these tokens are not sent.
+    """
     adapter_slots: builtins.bytes
     """i32 [R]: adapter slot; -1: the base model."""
     def __init__(
@@ -349,9 +354,10 @@ class OpenedRows(google.protobuf.message.Message):
         num_logprobs: builtins.bytes = ...,
         stop_id_counts: builtins.bytes = ...,
         stop_ids: builtins.bytes = ...,
+        num_cached_tokens: builtins.bytes = ...,
         adapter_slots: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["adapter_slots", b"adapter_slots", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "seeds", b"seeds", "slots", b"slots", "stop_id_counts", b"stop_id_counts", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_slots", b"adapter_slots", "min_tokens", b"min_tokens", "num_cached_tokens", b"num_cached_tokens", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "seeds", b"seeds", "slots", b"slots", "stop_id_counts", b"stop_id_counts", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
 
 global___OpenedRows = OpenedRows
 
