@@ -12,20 +12,20 @@ beside the queue, see `AdapterPlaces`.
 from __future__ import annotations
 
 import collections
-import heapq
 from collections.abc import Callable
 
 from router.adapter_places import AdapterPlaces
+from router.deadlines import Deadlines
 from router.detokenizer import Detokenizer
 from router.errors import Cancelled, DeadlineExceeded, InternalError, RequestError, ResourceExhausted, Unavailable
 from router.messages import Event, Load, RequestFailed, SequenceDelta, Submission
-from router.places import Places
-from router.quarantine import MAX_LOST_EPOCHS, MAX_TOKENS, Quarantine
+from router.planned_step import PlannedStep
+from router.quarantine import MAX_LOST_EPOCHS, MAX_TOKENS
 from router.sequence import Sequence, SequenceGroup
-from router.step import FillTokens, RowResult, ScheduledRow, ShardInfo, Step, StepResult
+from router.standing import Standing
+from router.step import RowResult, ShardInfo, Step, StepResult
 from router.stopping import StopChecker
 from router.tally import Tally
-from router.waiting import MAX_STALE, WaitingQueue
 
 MakeDetokenizer = Callable[[bool], Detokenizer]
 
@@ -43,14 +43,13 @@ class Scheduler:
         """`make_detokenizer(skip_special_tokens)` gives each sequence its own; `adapters` None: LoRA is off."""
         self._info = info
         self._make_detokenizer = make_detokenizer
-        self._places = Places(info, enable_prefix_caching)
         self._is_caching = enable_prefix_caching
-        self._adapters = adapters or AdapterPlaces()
+        self._standing = standing = Standing(info, enable_prefix_caching, adapters)
+        self._places, self._adapters = standing.places, standing.adapters
+        self._waiting, self._quarantine = standing.waiting, standing.quarantine
         self._groups: dict[int, SequenceGroup] = {}
-        self._waiting = WaitingQueue()
-        self._quarantine = Quarantine()
-        self._deadlines: list[tuple[float, int]] = []
-        self._unanswered: collections.deque[tuple[Step, list[Sequence]]] = collections.deque()
+        self._deadlines = Deadlines()
+        self._unanswered: collections.deque[PlannedStep] = collections.deque()
         self._last_step_id = 0
         self._tally = Tally()
 
@@ -67,7 +66,7 @@ class Scheduler:
     @property
     def next_deadline_s(self) -> float | None:
         """When `expire` has something to do next, at the earliest."""
-        return self._deadlines[0][0] if self._deadlines else None
+        return self._deadlines.next_s
 
     @property
     def is_idle(self) -> bool:
@@ -76,8 +75,7 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy we are."""
-        num_waiting = len(self._waiting) + self._adapters.num_parked + self._quarantine.num_waiting
-        return Load(len(self._places.running), num_waiting, self._places.usage)
+        return self._standing.load()
 
     def take_tally(self) -> Tally:
         """What happened since the last call."""
@@ -95,10 +93,9 @@ class Scheduler:
             detokenizer = self._make_detokenizer(submission.output.skip_special_tokens)
             member = Sequence(group, index, StopChecker(submission.stopping, detokenizer))
             group.members.append(member)
-            self._adapters.add(member)
-            self._waiting.push(member)
+            self._standing.add(member)
         if submission.deadline_s is not None:
-            heapq.heappush(self._deadlines, (submission.deadline_s, submission.key))
+            self._deadlines.add(submission.key, submission.deadline_s)
 
     def cancel(self, key: int) -> list[Event]:
         """Ends a request whose caller went away; unknown and ended ones are no error."""
@@ -108,8 +105,7 @@ class Scheduler:
     def expire(self, now_s: float) -> list[Event]:
         """Ends the requests whose deadline has passed, waiting or running."""
         events: list[Event] = []
-        while self._deadlines and self._deadlines[0][0] <= now_s:
-            _, key = heapq.heappop(self._deadlines)
+        for key in self._deadlines.take_passed(now_s):
             if group := self._groups.get(key):
                 events += self._fail(group, DeadlineExceeded("the deadline passed before the answer was complete"))
         return events
@@ -121,9 +117,8 @@ class Scheduler:
 
     def fail_all(self, message: str) -> list[Event]:
         """Ends every request with UNAVAILABLE: the shards are gone, and with them the steps under way."""
-        events = [event for group in list(self._groups.values()) for event in self._fail(group, Unavailable(message))]
         self._unanswered.clear()
-        return events
+        return [event for group in list(self._groups.values()) for event in self._fail(group, Unavailable(message))]
 
     def end_epoch(self, blames_rows: bool) -> list[Event]:
         """The shards lost every row and every step under way: all sequences are computed again, from their tokens.
@@ -131,25 +126,15 @@ class Scheduler:
         Those in a step under way become suspects. If it may have been their fault (`blames_rows`), one to which it
         happens twice without a token between ends with INTERNAL.
         """
-        suspects = {id(member): member for _, rows in self._unanswered for member in rows if not member.is_finished}
-        running = self._places.running
-        were_placed = set(map(id, running))
-        for sequence in running:
-            self._adapters.leave(sequence)
-        self._adapters.end_epoch()
-        self._places.reset()
+        under_way = {member: None for plan in self._unanswered for member in plan.rows if not member.is_finished}
+        self._standing.end_epoch(under_way.keys())
         self._unanswered.clear()
         self._last_step_id = 0
-        for sequence in running:
-            sequence.rewind()
-            if id(sequence) not in suspects and not sequence.is_suspect:
-                self._waiting.push(sequence)
         events: list[Event] = []
-        for sequence in suspects.values():
+        for sequence in under_way:
             sequence.num_unanswered_steps = sequence.num_pending_samples = 0
             sequence.num_lost_epochs += blames_rows
-            if not sequence.is_suspect and id(sequence) in were_placed:
-                self._quarantine.enter(sequence)
+        for sequence in under_way:
             if sequence.num_lost_epochs >= MAX_LOST_EPOCHS and not sequence.is_finished:
                 events += self._fail(sequence.group, InternalError("the shards failed twice while computing this"))
         return events
@@ -158,25 +143,25 @@ class Scheduler:
 
     def schedule(self, now_s: float) -> Step | None:
         """The next step to send, or None when nothing can be computed before an answer or a request comes."""
-        step = Step(self._last_step_id + 1)
-        rows: list[Sequence] = []
+        plan = PlannedStep(self._last_step_id + 1, self._info.max_num_batched_tokens)
         if suspect := self._quarantine.head:
             if self._unanswered:
                 return None
-            self._schedule_suspect(step, rows, suspect, now_s)
+            self._schedule_suspect(plan, suspect, now_s)
         else:
-            budget = self._schedule_decodes(step, rows, self._info.max_num_batched_tokens)
-            budget = self._schedule_prefills(step, rows, budget)
-            self._start_waiting(step, rows, budget, now_s)
-        if not rows:
+            self._schedule_decodes(plan)
+            self._schedule_prefills(plan)
+            self._start_waiting(plan, now_s)
+        if not plan.rows:
             return None
+        step = plan.step
         step.closed_slots = self._places.take_closed_slots()
         step.bindings = self._adapters.take_bindings(step.step_id)
         self._last_step_id = step.step_id
-        self._unanswered.append((step, rows))
+        self._unanswered.append(plan)
         return step
 
-    def _schedule_suspect(self, step: Step, rows: list[Sequence], suspect: Sequence, now_s: float) -> None:
+    def _schedule_suspect(self, plan: PlannedStep, suspect: Sequence, now_s: float) -> None:
         is_new = suspect.slot is None
         if is_new and not self._adapters.place(suspect):  # Parked, and later one of the others.
             self._quarantine.leave(suspect)
@@ -184,15 +169,14 @@ class Scheduler:
         while (new_blocks := self._places.take_or_grow(suspect)) is None:
             self._preempt(next(other for other in reversed(self._places.running) if other is not suspect))
         if is_new:
-            self._adapters.enter(suspect)
-            self._open(step, suspect, now_s)
-        chunk = min(suspect.num_tokens - suspect.num_computed_tokens, MAX_TOKENS, self._info.max_num_batched_tokens)
-        self._compute(step, rows, suspect, chunk, new_blocks)
+            self._open(plan, suspect, now_s)
+        chunk = min(suspect.num_tokens - suspect.num_computed_tokens, MAX_TOKENS, plan.budget)
+        plan.compute(suspect, chunk, new_blocks)
 
-    def _schedule_decodes(self, step: Step, rows: list[Sequence], budget: int) -> int:
+    def _schedule_decodes(self, plan: PlannedStep) -> None:
         index = 0
         running = self._places.running
-        while index < len(running) and budget:
+        while index < len(running) and plan.budget:
             sequence = running[index]
             index += 1
             if not (sequence.is_decoding and sequence.can_sample):
@@ -200,9 +184,7 @@ class Scheduler:
             new_blocks = self._grow(sequence, sequence.num_computed_tokens + 1)
             if new_blocks is None:  # It was the last one, and gave up its own place.
                 break
-            self._compute(step, rows, sequence, 1, new_blocks)
-            budget -= 1
-        return budget
+            plan.compute(sequence, 1, new_blocks)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> list[int] | None:
         """New blocks so that `num_tokens` fit, preempting from the end of the order; None if `sequence` had to go.
@@ -216,21 +198,18 @@ class Scheduler:
                 return None
         return new_blocks
 
-    def _schedule_prefills(self, step: Step, rows: list[Sequence], budget: int) -> int:
+    def _schedule_prefills(self, plan: PlannedStep) -> None:
         for sequence in self._places.running:
-            if not budget:
+            if not plan.budget:
                 break
             if not sequence.is_decoding:
-                chunk = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-                self._compute(step, rows, sequence, chunk, [])
-                budget -= chunk
-        return budget
+                plan.compute(sequence, min(sequence.num_tokens - sequence.num_computed_tokens, plan.budget), [])
 
-    def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
+    def _start_waiting(self, plan: PlannedStep, now_s: float) -> None:
         for woken in self._adapters.wake():
             self._waiting.push(woken)
         held: list[Sequence] = []
-        while budget and self._places.has_slot and (sequence := self._waiting.head()) is not None:
+        while plan.budget and self._places.has_slot and (sequence := self._waiting.head()) is not None:
             if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
                 break
             if self._places.waits_for_sibling(sequence):  # It can share blocks soon; those behind it may go on.
@@ -244,53 +223,29 @@ class Scheduler:
             if new_blocks is None:
                 break
             self._waiting.pop()
-            self._adapters.enter(sequence)
-            self._open(step, sequence, now_s)
-            chunk = min(sequence.num_tokens - sequence.num_computed_tokens, budget)
-            self._compute(step, rows, sequence, chunk, new_blocks)
-            budget -= chunk
+            self._open(plan, sequence, now_s)
+            plan.compute(sequence, min(sequence.num_tokens - sequence.num_computed_tokens, plan.budget), new_blocks)
         for sequence in held:
             self._waiting.push(sequence)
 
-    def _open(self, step: Step, sequence: Sequence, now_s: float) -> None:
-        assert sequence.slot is not None
-        step.opened.append(sequence.opening(sequence.slot))
-        group, num_cached_tokens = sequence.group, sequence.num_computed_tokens
-        if self._is_caching:
-            self._tally.num_looked_up_tokens += sequence.num_tokens
-            self._tally.num_found_tokens += num_cached_tokens
+    def _open(self, plan: PlannedStep, sequence: Sequence, now_s: float) -> None:
+        self._adapters.enter(sequence)
+        plan.open(sequence)
+        self._tally.count_start(sequence, self._is_caching)
+        group = sequence.group
         if group.first_scheduled_s is None:
-            group.first_scheduled_s, group.num_cached_tokens = now_s, num_cached_tokens
-            self._tally.num_prompt_tokens += sequence.num_prompt_tokens
-            self._tally.num_cached_prompt_tokens += num_cached_tokens
-
-    def _compute(
-        self, step: Step, rows: list[Sequence], sequence: Sequence, num_tokens: int, new_blocks: list[int]
-    ) -> None:
-        """Puts `num_tokens` more of the sequence into the step, with those of them that the shards do not have."""
-        assert sequence.slot is not None
-        start = sequence.num_computed_tokens
-        end = start + num_tokens
-        known = sequence.num_tokens
-        if sequence.num_shard_tokens < min(end, known):
-            step.filled.append(FillTokens(sequence.slot, start, sequence.tokens(start, end)))
-        is_sampled = end == known + sequence.num_pending_samples
-        step.scheduled.append(ScheduledRow(sequence.slot, start, num_tokens, is_sampled, tuple(new_blocks)))
-        rows.append(sequence)
-        sequence.num_computed_tokens = end
-        sequence.num_shard_tokens = end + is_sampled
-        sequence.num_unanswered_steps += 1
-        sequence.num_pending_samples += is_sampled
+            group.first_scheduled_s, group.num_cached_tokens = now_s, sequence.num_computed_tokens
 
     # Answers.
 
     def postprocess(self, result: StepResult, now_s: float) -> list[Event]:
         """Takes the oldest unanswered step's result; returns what it means to the callers."""
-        step, rows = self._unanswered.popleft()
-        assert step.step_id == result.step_id and len(rows) == len(result.rows), "answers come in order"
+        plan = self._unanswered.popleft()
+        step = plan.step
+        assert step.step_id == result.step_id and len(plan.rows) == len(result.rows), "answers come in order"
         self._adapters.answered(step.step_id)
         events: list[Event] = []
-        for sequence, row, scheduled in zip(rows, result.rows, step.scheduled, strict=True):
+        for sequence, row, scheduled in zip(plan.rows, result.rows, step.scheduled, strict=True):
             sequence.num_unanswered_steps -= 1
             sequence.num_pending_samples -= scheduled.is_sampled
             if sequence.is_finished:
@@ -312,10 +267,7 @@ class Scheduler:
             text = "the device ran out of memory in a step of this request alone; try a shorter one"
             return self._fail(sequence.group, ResourceExhausted(text))
         if sequence.slot is not None:
-            self._places.give_up(sequence)
-            self._adapters.leave(sequence)
-            sequence.rewind()
-            self._quarantine.enter(sequence)
+            self._standing.suspect(sequence)
         return []
 
     def _accept(self, sequence: Sequence, row: RowResult, events: list[Event], now_s: float) -> None:
@@ -331,7 +283,7 @@ class Scheduler:
             events.append(SequenceDelta(key, sequence.index, piece.text, piece.token_ids, piece.logprobs, piece.finish))
         if piece.finish is None:
             return
-        self._release(sequence)
+        self._standing.release(sequence)
         if group.is_finished:
             self._end(group)
             events.append(group.done(now_s))
@@ -339,47 +291,21 @@ class Scheduler:
     # Ends.
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._places.give_up(sequence)
-        self._adapters.leave(sequence)
-        sequence.rewind()
         self._tally.num_preemptions += 1
-        self._waiting.push(sequence)
-
-    def _release(self, sequence: Sequence) -> None:
-        """Ends a sequence, wherever it stands."""
-        if sequence.is_finished:
-            return
-        sequence.is_finished = True
-        if sequence.slot is not None:
-            self._places.give_up(sequence)
-            self._adapters.leave(sequence)
-        elif not (sequence.is_parked or sequence.is_suspect):
-            self._waiting.leave()
-        if sequence.is_suspect:
-            self._quarantine.leave(sequence)
-        self._adapters.remove(sequence)
+        self._standing.preempt(sequence)
 
     def _fail(self, group: SequenceGroup, error: RequestError) -> list[Event]:
         for member in group.members:
-            self._release(member)
+            self._standing.release(member)
         self._end(group)
         return [RequestFailed(group.submission.key, error)]
 
     def _end(self, group: SequenceGroup) -> None:
         del self._groups[group.submission.key]
-        # Deadlines of ended requests may not pile up until they pass.
-        if len(self._deadlines) > 2 * len(self._groups) + MAX_STALE:
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._groups]
-            heapq.heapify(self._deadlines)
+        self._deadlines.tidy(self._groups, len(self._groups))
 
     def check_integrity(self) -> None:
         """Asserts that slots, blocks and counts add up; cheap enough for tests and idle moments, not for each step."""
         members = [member for group in self._groups.values() for member in group.members]
-        self._places.check_integrity(members)
-        self._adapters.check_integrity([member for member in members if not member.is_finished])
-        self._quarantine.check_integrity(members)
-        elsewhere = ("is_finished", "is_suspect", "is_parked")
-        waiting = [m for m in members if m.slot is None and not any(getattr(m, mark) for mark in elsewhere)]
-        self._waiting.check_integrity(waiting)
-        assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
+        self._standing.check_integrity(members)
         assert all(not group.is_finished for group in self._groups.values()), "a finished request is kept"

@@ -22,6 +22,16 @@ class Tally:
     first_token_latencies_s: list[float] = dataclasses.field(default_factory=list)
     token_latencies_s: list[float] = dataclasses.field(default_factory=list)
 
+    def count_start(self, sequence: Sequence, is_caching: bool) -> None:
+        """`sequence` gets a slot, with `num_computed_tokens` of its tokens from the prefix cache."""
+        num_found = sequence.num_computed_tokens
+        if is_caching:
+            self.num_looked_up_tokens += sequence.num_tokens
+            self.num_found_tokens += num_found
+        if sequence.group.first_scheduled_s is None:
+            self.num_prompt_tokens += sequence.num_prompt_tokens
+            self.num_cached_prompt_tokens += num_found
+
     def count_token(self, sequence: Sequence, now_s: float) -> None:
         """A generated token of `sequence` is here; the request's first one is counted from its arrival."""
         self.num_generated_tokens += 1

@@ -140,7 +140,7 @@ async def test_adapters_are_loaded_listed_and_unloaded(capsys: pytest.CaptureFix
 async def test_health_tells_by_text_and_code(capsys: pytest.CaptureFixture[str]) -> None:
     async with edge() as server:
         assert await beside(server, "health") == 0
-        server.readiness.set_unready("draining")
+        server.readiness.close("draining")
         assert await beside(server, "health") == 1
         assert await beside(server, "health", "--only", "live") == 0
     assert capsys.readouterr().out.splitlines() == [

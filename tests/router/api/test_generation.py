@@ -179,7 +179,7 @@ async def test_a_draining_server_refuses_and_finishes_what_runs() -> None:
         call = server.generation.GenerateStream(streamed(plain(max_tokens=50)), timeout=TIMEOUT_S)
         reading = aiter(call)
         await anext(reading)
-        server.readiness.set_unready("the server is shutting down")
+        server.readiness.close("the server is shutting down")
         error = await failure(server.generation.Generate(plain(), timeout=TIMEOUT_S))
         assert error.code() == grpc.StatusCode.UNAVAILABLE and "shutting down" in error.details()
         assert "RetryInfo" in details(error)

@@ -86,7 +86,7 @@ async def test_the_load_follows_what_runs_and_waits() -> None:
 
 async def test_health_tells_live_and_ready_apart_and_refuses_other_names() -> None:
     async with edge() as server:
-        server.readiness.set_unready("a shard failed")
+        server.readiness.close("a shard failed")
         for name, status in (("", SERVING), (READY, NOT_SERVING), ("cohort.v1.ModelService", NOT_SERVING)):
             answer = await server.health.Check(health_pb2.HealthCheckRequest(service=name), timeout=TIMEOUT_S)
             assert answer.status == status
@@ -101,7 +101,7 @@ async def test_every_watcher_sees_every_change_though_others_leave() -> None:
         assert [(await call.read()).status for call in (first, second)] == [SERVING, SERVING]
         first.cancel()
         await asyncio.sleep(0.05)
-        server.readiness.set_unready("draining")
+        server.readiness.pause()
         assert (await second.read()).status == NOT_SERVING
         server.readiness.set_ready()
         assert (await second.read()).status == SERVING
