@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 
@@ -16,6 +17,9 @@ OUTPUT_MODULES = ("o_proj", "down_proj")
 """Modules of the output projection, in the order of the columns it reads."""
 
 MODULES = (*INPUT_MODULES, *OUTPUT_MODULES)
+
+Place = tuple[int, str]
+"""Layer and one of MODULES."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -111,37 +115,63 @@ class LoraSlices:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """A whole adapter; `pairs[layer, module]` with a module of MODULES."""
+    """A whole adapter: the pair of each module that it changes."""
 
-    pairs: dict[tuple[int, str], LoraPair]
+    pairs: dict[Place, LoraPair]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The largest rank over the layers of each of MODULES; 0: none."""
+        return tuple(
+            max((pair.rank for (_, name), pair in self.pairs.items() if name == module), default=0)
+            for module in MODULES
+        )
 
     def slices(
         self, config: ModelConfig, parallel: TensorParallel, dtype: torch.dtype, is_pinned: bool = False
     ) -> LoraSlices:
-        """This rank's part: B by the columns of the input projection, A by the columns that the output one reads."""
-        sizes, rows = ModuleSizes.local(config, parallel), _local_rows(config, parallel)
-        ranks = dict.fromkeys(MODULES, 0)
-        for (_, module), pair in self.pairs.items():
-            ranks[module] = max(ranks[module], pair.rank)
-        rank, num_layers = max(ranks.values()), config.num_hidden_layers
+        """This rank's part; see slice_pairs."""
+        return slice_pairs(self.pairs.items(), self.ranks, config, parallel, dtype, is_pinned)
 
-        def zeros(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
 
-        a_in = zeros(num_layers, len(INPUT_MODULES), rank, sizes.hidden)
-        b_in = zeros(num_layers, sum(sizes.inputs), rank)
-        a_out = zeros(num_layers, rank, sum(sizes.outputs))
-        b_out = zeros(num_layers, sizes.hidden, len(OUTPUT_MODULES), rank)
-        in_parts = dict(zip(INPUT_MODULES, torch.split(b_in, list(sizes.inputs), dim=1), strict=True))
-        out_parts = dict(zip(OUTPUT_MODULES, torch.split(a_out, list(sizes.outputs), dim=2), strict=True))
-        for (layer, module), pair in self.pairs.items():
-            if module in INPUT_MODULES:
-                a_in[layer, INPUT_MODULES.index(module), : pair.rank] = pair.a
-                in_parts[module][layer, :, : pair.rank] = pair.b[rows[module]] * pair.scale
-            else:
-                out_parts[module][layer, : pair.rank] = pair.a[:, rows[module]]
-                b_out[layer, :, OUTPUT_MODULES.index(module), : pair.rank] = pair.b * pair.scale
-        return LoraSlices(tuple(ranks.values()), a_in, b_in, a_out, b_out)
+def slice_pairs(
+    pairs: Iterable[tuple[Place, LoraPair]],
+    ranks: tuple[int, ...],
+    config: ModelConfig,
+    parallel: TensorParallel,
+    dtype: torch.dtype,
+    is_pinned: bool = False,
+) -> LoraSlices:
+    """One rank's part of pairs: B by the columns of the input projection, A by the columns that the output one reads.
+
+    Args:
+        pairs: read once.
+        ranks: the largest rank that pairs of each of MODULES have.
+        config, parallel: the model and the rank.
+        dtype: of the result; the scale is multiplied into B before, in float32.
+        is_pinned: make the result in page-locked memory, from which a device copies beside its computing.
+    """
+    sizes, rows = ModuleSizes.local(config, parallel), _local_rows(config, parallel)
+    rank, num_layers = max(ranks), config.num_hidden_layers
+
+    def zeros(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=is_pinned)
+
+    a_in = zeros(num_layers, len(INPUT_MODULES), rank, sizes.hidden)
+    b_in = zeros(num_layers, sum(sizes.inputs), rank)
+    a_out = zeros(num_layers, rank, sum(sizes.outputs))
+    b_out = zeros(num_layers, sizes.hidden, len(OUTPUT_MODULES), rank)
+    in_parts = dict(zip(INPUT_MODULES, torch.split(b_in, list(sizes.inputs), dim=1), strict=True))
+    out_parts = dict(zip(OUTPUT_MODULES, torch.split(a_out, list(sizes.outputs), dim=2), strict=True))
+    for (layer, module), pair in pairs:
+        scaled = pair.b * pair.scale
+        if module in INPUT_MODULES:
+            a_in[layer, INPUT_MODULES.index(module), : pair.rank] = pair.a
+            in_parts[module][layer, :, : pair.rank] = scaled[rows[module]]
+        else:
+            out_parts[module][layer, : pair.rank] = pair.a[:, rows[module]]
+            b_out[layer, :, OUTPUT_MODULES.index(module), : pair.rank] = scaled
+    return LoraSlices(ranks, a_in, b_in, a_out, b_out)
 
 
 def _local_rows(config: ModelConfig, parallel: TensorParallel) -> dict[str, slice]:

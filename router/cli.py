@@ -16,6 +16,7 @@ COMMANDS = {
     ),
     "generate": ("router.commands.generate", "complete a prompt through a running server"),
     "chat": ("router.commands.chat", "talk with a running server"),
+    "adapters": ("router.commands.adapters", "load, unload and list the adapters of a running server"),
     "bench": ("router.bench.cli", "measure a running server"),
     "health": ("router.commands.health", "ask a running server whether it is alive and ready"),
     "doctor": ("router.commands.doctor", "check this machine, its packages, a model folder and the ports"),

@@ -61,6 +61,12 @@ class RouterConfig:
     )
     attention_backend: str = _flag("auto", "attention kernels", choices=("auto", "torch", "triton", "flash"))
     load_format: str = _flag("auto", "dummy: random weights, to try out geometry", choices=("auto", "dummy"))
+    enable_lora: bool = _flag(False, "serve LoRA adapters beside the base model")
+    lora_modules: tuple[str, ...] = _flag((), "adapters to load at the start, name=path, with commas")
+    max_loras: int = _flag(8, "adapters in one step, in slots on the device", minimum=1, maximum=1024)
+    max_lora_rank: int = _flag(16, "largest rank of an adapter; the slots are made for it", minimum=1, maximum=256)
+    max_cpu_loras: int = _flag(0, "adapters that the shards keep in host memory; 0: four times max-loras", minimum=0)
+    adapter_dirs: tuple[str, ...] = _flag((), "folders that adapters may be loaded from by callers, with commas")
     run_ahead: int = _flag(
         -1, "steps sent before the last one's answer; -1: 1 on a GPU, 0 on a CPU", minimum=-1, maximum=8
     )

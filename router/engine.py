@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from router.errors import InternalError, Unavailable
+from router.adapter_places import AdapterPlaces
+from router.errors import InternalError, RequestError, Unavailable
 from router.messages import Event, Finish, FinishReason, Load, RequestDone, RequestFailed, SequenceDelta, Submission
 from router.metrics import Metrics
 from router.scheduler import MakeDetokenizer, Scheduler
@@ -26,11 +27,18 @@ class Engine:
     """Owns the scheduler and the shard link. Submissions and cancellations come in, batches of events go out."""
 
     def __init__(
-        self, link: ShardLink, make_detokenizer: MakeDetokenizer, metrics: Metrics, deliver: Deliver, run_ahead: int = 1
+        self,
+        link: ShardLink,
+        make_detokenizer: MakeDetokenizer,
+        metrics: Metrics,
+        deliver: Deliver,
+        run_ahead: int = 1,
+        adapters: AdapterPlaces | None = None,
     ) -> None:
         """`run_ahead` is how many steps are sent before the oldest one's answer is here, beside that one."""
         self._link = link
-        self._scheduler = Scheduler(link.info, make_detokenizer)
+        self._adapters = adapters
+        self._scheduler = Scheduler(link.info, make_detokenizer, adapters)
         self._metrics = metrics
         self._deliver = deliver
         self._run_ahead = run_ahead
@@ -51,6 +59,15 @@ class Engine:
     def cancel(self, key: int) -> None:
         """Ends a request whose caller went away; its blocks are free at once."""
         self._hand_out(self._scheduler.cancel(key))
+        self._wake.set()
+
+    def adapters_changed(self) -> None:
+        """An adapter was loaded: sequences may start that could not before."""
+        self._wake.set()
+
+    def adapter_failed(self, version: str, error: RequestError) -> None:
+        """Ends the requests that wait for a version which cannot be loaded."""
+        self._hand_out(self._scheduler.fail_adapter(version, error))
         self._wake.set()
 
     def load(self) -> Load:
@@ -124,6 +141,8 @@ class Engine:
             self._metrics.prompt_tokens(tally.num_prompt_tokens)
         if tally.num_preemptions:
             self._metrics.preempted(tally.num_preemptions)
+        for name, count in tally.num_adapter_tokens.items():
+            self._metrics.adapter_tokens(name, count)
         for seconds in tally.first_token_latencies_s:
             self._metrics.first_token(seconds)
         for seconds in tally.token_latencies_s:
@@ -133,6 +152,8 @@ class Engine:
     def _report_load(self) -> None:
         load = self._scheduler.load()
         self._metrics.set_load(load.num_running, load.num_waiting, load.kv_cache_usage)
+        if self._adapters is not None:
+            self._metrics.set_adapter_load(self._adapters.load, time.time())
 
     def _hand_out(self, events: list[Event]) -> None:
         if not events:

@@ -123,10 +123,14 @@ def _shared_flags(config: RouterConfig) -> list[str]:
         "cuda-graph-sizes": ",".join(config.cuda_graph_sizes),
         "attention-backend": config.attention_backend,
         "load-format": config.load_format,
+        "max-loras": config.max_loras,
+        "max-lora-rank": config.max_lora_rank,
         "log-level": config.log_level,
         "log-format": config.log_format,
     }
-    switches = ["--exit-with-parent", *(["--enforce-eager"] if config.enforce_eager else [])]
+    switches = ["--exit-with-parent"]
+    switches += ["--enforce-eager"] if config.enforce_eager else []
+    switches += ["--enable-lora"] if config.enable_lora else []
     return [text for name, value in values.items() for text in (f"--{name}", str(value))] + switches
 
 

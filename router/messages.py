@@ -53,6 +53,19 @@ class OutputParams:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """The adapter of a request: its name, and the version (hash of the content) that the name stood for on arrival."""
+
+    name: str
+    version: str
+
+    @property
+    def key(self) -> str:
+        """What tells cached results of this adapter and version from all others; the version has a fixed length."""
+        return f"{self.version}:{self.name}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Submission:
     """A validated request."""
 
@@ -66,6 +79,7 @@ class Submission:
     priority: int = 0
     arrival_s: float = 0.0  # time.monotonic()
     deadline_s: float | None = None  # time.monotonic() at which the caller gives up
+    adapter: AdapterRef | None = None  # None: the base model
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from router.adapter_places import AdapterLoad
 from router.messages import FinishReason, RequestDone
 from router.series import Counter, Gauge, Histogram
 
@@ -21,7 +23,27 @@ REQUEST_SECONDS = (
 )  # fmt: skip
 STEP_SECONDS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+LOAD_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 FINISH_REASONS = ("stop", "length")
+MAX_ADAPTER_LABELS = 1000
+OTHER_ADAPTERS = "other"
+
+
+@dataclasses.dataclass(slots=True)
+class LoraInfo:
+    """`vllm:lora_requests_info`: names in labels and a wall-clock time as the value, as endpoint pickers read it."""
+
+    max_loras: int = 0
+    load: AdapterLoad = dataclasses.field(default_factory=AdapterLoad)
+    changed_s: float = 0.0
+
+    def family(self) -> Metric:
+        """Its one series."""
+        names = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters of running and waiting requests.", labels=names)
+        load = self.load
+        family.add_metric([str(self.max_loras), ",".join(load.running), ",".join(load.waiting)], self.changed_s)
+        return family
 
 
 class Metrics(Collector):
@@ -51,6 +73,14 @@ class Metrics(Collector):
         self.preemptions = Counter("cohort_preemptions", "Sequences put back to wait because blocks ran out.")
         self.shards_up = Gauge("cohort_shard_up", "Whether the shard is connected.", ["rank"])
         self.startup = Gauge("cohort_startup_phase_seconds", "Duration of a start-up phase.", ["phase"])
+        self.adapter_requests = Counter("cohort_adapter_requests", "Requests for an adapter.", ["adapter"])
+        self.adapter_generated = Counter("cohort_adapter_generation_tokens", "Tokens of an adapter.", ["adapter"])
+        self.adapter_load_time = Histogram(
+            "cohort_adapter_load_seconds", "An adapter's way to host memory of every shard.", LOAD_SECONDS
+        )
+        self.adapters = Gauge("cohort_adapters", "Known adapters by the fastest place that they are in.", ["tier"])
+        self._adapter_names: set[str] = set()
+        self._lora_info = LoraInfo()
         rpc = ["grpc_type", "grpc_service", "grpc_method"]
         self.started = Counter("grpc_server_started", "Calls begun.", rpc)
         self.handled = Counter("grpc_server_handled", "Calls ended, whatever the status.", [*rpc, "grpc_code"])
@@ -108,6 +138,45 @@ class Metrics(Collector):
         """`n` tokens were generated."""
         self.generated.add(n)
 
+    def adapter_request(self, name: str) -> None:
+        """A request for an adapter was taken."""
+        self.adapter_requests.add(1, (self._adapter_label(name),))
+
+    def adapter_tokens(self, name: str, n: int) -> None:
+        """`n` tokens were generated with an adapter."""
+        self.adapter_generated.add(n, (self._adapter_label(name),))
+
+    def adapter_gone(self, name: str) -> None:
+        """A name was unloaded; its series end."""
+        self._adapter_names.discard(name)
+        self.adapter_requests.remove((name,))
+        self.adapter_generated.remove((name,))
+
+    def adapter_loaded(self, seconds: float) -> None:
+        """Every shard has staged an adapter, after `seconds`."""
+        self.adapter_load_time.observe(seconds)
+
+    def set_adapter_tiers(self, tiers: Mapping[str, int]) -> None:
+        """How many known adapters each tier has."""
+        for tier, count in tiers.items():
+            self.adapters.set(count, (tier,))
+
+    def set_adapter_load(self, load: AdapterLoad, now_s: float) -> None:
+        """Which adapters sequences run with or wait for, at a time of the wall clock."""
+        self._lora_info.load, self._lora_info.changed_s = load, now_s
+
+    def set_max_loras(self, max_loras: int) -> None:
+        """Adapters that one step may have; 0: LoRA is off."""
+        self._lora_info.max_loras = max_loras
+
+    def _adapter_label(self, name: str) -> str:
+        """Names are bounded: what comes after the first MAX_ADAPTER_LABELS is counted together."""
+        if name not in self._adapter_names:
+            if len(self._adapter_names) >= MAX_ADAPTER_LABELS:
+                return OTHER_ADAPTERS
+            self._adapter_names.add(name)
+        return name
+
     def shard_up(self, rank: int, is_up: bool) -> None:
         """A shard was connected or lost."""
         self.shards_up.set(float(is_up), (str(rank),))
@@ -134,6 +203,8 @@ class Metrics(Collector):
             for name, series in self._aliases():
                 yield series.family(name, self._model)
             yield self.successes.family("vllm:request_success", self._model, ["finished_reason"])
+            if self._lora_info.max_loras:
+                yield self._lora_info.family()
 
     def _series(self) -> Iterator[Counter | Gauge | Histogram]:
         return (value for value in vars(self).values() if isinstance(value, Counter | Gauge | Histogram))

@@ -29,6 +29,7 @@ class GenerationRequest:
     skip_special_tokens: bool = True
     n: int | None = None
     priority: int = 0
+    adapter: str = ""  # empty: the base model
     # Fields of the API that this version does not serve, by path, as far as they were set; None: a message was set.
     unserved: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
@@ -46,6 +47,7 @@ class Limits:
     longest_token_bytes: int  # of any token's text
     eos_token_ids: frozenset[int]
     default_temperature: float = 1.0
+    max_loras: int = 0  # adapters in one step; 0: LoRA is off
 
     @property
     def max_total_tokens(self) -> int:

@@ -5,7 +5,8 @@ arrival. Each step, running rows that generate take one token of the budget each
 ones, fill the rest in chunks. A sequence gets the blocks of all its known tokens when it starts, and one more whenever
 it grows into it; when none is free the last running sequence is preempted: it gives up slot and blocks and waits, with
 its tokens, to be computed again. Steps are sent before the answers of earlier ones are here, see `Sequence`; a block or
-slot given up is reused at once, because the shards run steps in order.
+slot given up is reused at once, because the shards run steps in order. A sequence whose adapter has no place is parked
+beside the queue, see `AdapterPlaces`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import collections
 import heapq
 from collections.abc import Callable
 
+from router.adapter_places import AdapterPlaces
 from router.detokenizer import Detokenizer
 from router.errors import Cancelled, DeadlineExceeded, InternalError, RequestError, ResourceExhausted, Unavailable
 from router.messages import Event, Load, RequestFailed, SequenceDelta, Submission
@@ -30,11 +32,14 @@ MakeDetokenizer = Callable[[bool], Detokenizer]
 class Scheduler:
     """Synchronous, without I/O; times are time.monotonic() seconds, handed in."""
 
-    def __init__(self, info: ShardInfo, make_detokenizer: MakeDetokenizer) -> None:
-        """`make_detokenizer(skip_special_tokens)` gives each sequence its own."""
+    def __init__(
+        self, info: ShardInfo, make_detokenizer: MakeDetokenizer, adapters: AdapterPlaces | None = None
+    ) -> None:
+        """`make_detokenizer(skip_special_tokens)` gives each sequence its own; `adapters` None: LoRA is off."""
         self._info = info
         self._make_detokenizer = make_detokenizer
         self._places = Places(info)
+        self._adapters = adapters or AdapterPlaces()
         self._groups: dict[int, SequenceGroup] = {}
         self._waiting = WaitingQueue()
         self._deadlines: list[tuple[float, int]] = []
@@ -64,7 +69,8 @@ class Scheduler:
 
     def load(self) -> Load:
         """How busy we are."""
-        return Load(len(self._places.running), len(self._waiting), self._places.usage)
+        num_waiting = len(self._waiting) + self._adapters.num_parked
+        return Load(len(self._places.running), num_waiting, self._places.usage)
 
     def take_tally(self) -> Tally:
         """What happened since the last call."""
@@ -82,6 +88,7 @@ class Scheduler:
             detokenizer = self._make_detokenizer(submission.output.skip_special_tokens)
             member = Sequence(group, index, StopChecker(submission.stopping, detokenizer))
             group.members.append(member)
+            self._adapters.add(member)
             self._waiting.push(member)
         if submission.deadline_s is not None:
             heapq.heappush(self._deadlines, (submission.deadline_s, submission.key))
@@ -99,6 +106,11 @@ class Scheduler:
             if group := self._groups.get(key):
                 events += self._fail(group, DeadlineExceeded("the deadline passed before the answer was complete"))
         return events
+
+    def fail_adapter(self, version: str, error: RequestError) -> list[Event]:
+        """Ends the requests that wait for an adapter which could not be loaded."""
+        groups = [group for group in self._groups.values() if group.waits_for(version)]
+        return [event for group in groups for event in self._fail(group, error)]
 
     def fail_all(self, message: str) -> list[Event]:
         """Ends every request with UNAVAILABLE: the shards are gone, and with them the steps under way."""
@@ -118,6 +130,7 @@ class Scheduler:
         if not rows:
             return None
         step.closed_slots = self._places.take_closed_slots()
+        step.bindings = self._adapters.take_bindings(step.step_id)
         self._last_step_id = step.step_id
         self._unanswered.append((step, rows))
         return step
@@ -160,13 +173,19 @@ class Scheduler:
         return budget
 
     def _start_waiting(self, step: Step, rows: list[Sequence], budget: int, now_s: float) -> None:
+        for woken in self._adapters.wake():
+            self._waiting.push(woken)
         while budget and self._places.has_slot and (sequence := self._waiting.head()) is not None:
             if sequence.num_unanswered_steps:  # Preempted; a token on its way still counts, so its answer comes first.
                 break
+            if not self._adapters.place(sequence):  # Parked: those behind it may go on.
+                self._waiting.pop()
+                continue
             new_blocks = self._places.take(sequence)
             if new_blocks is None:
                 break
             self._waiting.pop()
+            self._adapters.enter(sequence)
             self._open(step, sequence, now_s)
             chunk = min(sequence.num_tokens, budget)
             self._compute(step, rows, sequence, chunk, new_blocks)
@@ -203,6 +222,7 @@ class Scheduler:
         """Takes the oldest unanswered step's result; returns what it means to the callers."""
         step, rows = self._unanswered.popleft()
         assert step.step_id == result.step_id and len(rows) == len(result.rows), "answers come in order"
+        self._adapters.answered(step.step_id)
         events: list[Event] = []
         for sequence, row, scheduled in zip(rows, result.rows, step.scheduled, strict=True):
             sequence.num_unanswered_steps -= 1
@@ -235,6 +255,7 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self._places.give_up(sequence)
+        self._adapters.leave(sequence)
         sequence.num_computed_tokens = sequence.num_shard_tokens = 0
         self._tally.num_preemptions += 1
         self._waiting.push(sequence)
@@ -246,8 +267,10 @@ class Scheduler:
         sequence.is_finished = True
         if sequence.slot is not None:
             self._places.give_up(sequence)
-        else:
+            self._adapters.leave(sequence)
+        elif not sequence.is_parked:
             self._waiting.leave()
+        self._adapters.remove(sequence)
 
     def _fail(self, group: SequenceGroup, error: RequestError) -> list[Event]:
         for member in group.members:
@@ -266,7 +289,8 @@ class Scheduler:
         """Asserts that slots, blocks and counts add up; cheap enough for tests and idle moments, not for each step."""
         members = [member for group in self._groups.values() for member in group.members]
         self._places.check_integrity(members)
-        waiting = [member for member in members if member.slot is None and not member.is_finished]
+        self._adapters.check_integrity([member for member in members if not member.is_finished])
+        waiting = [m for m in members if m.slot is None and not m.is_finished and not m.is_parked]
         self._waiting.check_integrity(waiting)
         assert all(member.slot is None for member in members if member.is_finished), "a finished sequence has a slot"
         assert all(not group.is_finished for group in self._groups.values()), "a finished request is kept"

@@ -38,12 +38,20 @@ class Sequence:
     num_pending_samples: int = 0
     is_finished: bool = False
     last_token_s: float | None = None
+    adapter_slot: int = -1  # of the adapter while the sequence runs; -1: none
+    is_parked: bool = False  # waits for its adapter, apart from the queue
 
     @property
     def order(self) -> tuple[int, float, int, int]:
         """Who goes first: lower priority value, then the earlier request, then its earlier member."""
         submission = self.group.submission
         return (submission.priority, submission.arrival_s, submission.key, self.index)
+
+    @property
+    def adapter_version(self) -> str | None:
+        """The adapter's version; None for the base model."""
+        adapter = self.group.submission.adapter
+        return None if adapter is None else adapter.version
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -88,6 +96,7 @@ class Sequence:
             min_tokens=stopping.min_tokens,
             num_logprobs=-1 if num_logprobs is None else num_logprobs,
             stop_ids=tuple(sorted(stop_ids)),
+            adapter_slot=self.adapter_slot,
         )
 
 
@@ -104,6 +113,10 @@ class SequenceGroup:
     def is_finished(self) -> bool:
         """Whether every member is."""
         return all(member.is_finished for member in self.members)
+
+    def waits_for(self, version: str) -> bool:
+        """Whether a member waits that needs this version of an adapter."""
+        return any(m.adapter_version == version and m.slot is None and not m.is_finished for m in self.members)
 
     def done(self, now_s: float) -> RequestDone:
         """The event that ends the request."""

@@ -27,6 +27,10 @@ class Counter:
         """Adds `amount` to the series of these label values."""
         self.values[labels] = self.values.get(labels, 0.0) + amount
 
+    def remove(self, labels: tuple[str, ...]) -> None:
+        """Ends the series of these label values."""
+        self.values.pop(labels, None)
+
     def family(self, name: str = "", extra: Extra = (), labels: Sequence[str] = ()) -> Metric:
         """The series for an exposition; `name` and `labels` rename, `extra` labels go in front."""
         family = CounterMetricFamily(name or self.name, self.help, labels=_names(extra, labels or self.labels))

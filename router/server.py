@@ -35,7 +35,7 @@ from router.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
-SERVICES = ("cohort.v1.GenerationService", "cohort.v1.ModelService")
+SERVICES = ("cohort.v1.GenerationService", "cohort.v1.ModelService", "cohort.v1.AdapterService")
 SHARD_LOST_GRACE_S = 2.0  # for running calls to end by themselves after a shard died
 LAST_LINES_GRACE_S = 5.0  # for a shard's end to be reported after its link broke
 CUT_GRACE_S = 1.0

@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 from cohort.shard.v1 import shard_pb2, shard_pb2_grpc
 
+from router.adapter_link import AdapterLink, GrpcAdapterLink
 from router.errors import StartupError
 from router.step import LINK_VERSION, ShardInfo, Step, StepResult
 from router.step_codec import pack_step, unpack_result
@@ -59,6 +60,10 @@ class ShardLink(Protocol):
     info: ShardInfo
     startup_phase_s: dict[str, float]
 
+    @property
+    def adapters(self) -> AdapterLink:
+        """What goes to the shards about adapters beside the steps."""
+
     def send(self, step: Step) -> None:
         """Queues a step for every shard; never blocks."""
 
@@ -99,10 +104,13 @@ class GrpcShardLink:
         channels: list[grpc.aio.Channel],
         streams: list[Any],
         startup_phase_s: dict[str, float] | None = None,
+        staged_adapters: Sequence[frozenset[str]] = (),
     ) -> None:
-        """`startup_phase_s`: seconds of each phase of the shards' start, of the slowest rank."""
+        """`startup_phase_s`: seconds of each phase of the shards' start, of the slowest rank; `staged_adapters`: the
+        versions that each rank has staged."""
         self.info = info
         self.startup_phase_s = startup_phase_s or {}
+        self.adapters: AdapterLink = GrpcAdapterLink(channels, staged_adapters)
         self._channels = channels
         self._streams = streams
         self._outgoing: list[asyncio.Queue[shard_pb2.ExecuteRequest]] = [asyncio.Queue() for _ in streams]
@@ -153,7 +161,8 @@ class GrpcShardLink:
             for channel in channels:
                 await channel.close()
             raise
-        return cls(info, channels, streams, _slowest(infos))
+        staged = [frozenset(info.adapter_versions) for info in infos]
+        return cls(info, channels, streams, _slowest(infos), staged)
 
     def send(self, step: Step) -> None:
         """See ShardLink."""

@@ -1,13 +1,13 @@
 """The engine's side of the shard link as plain values; `shard_client` packs them (proto/cohort/shard/v1/shard.proto).
 
-A step is applied in this order: closes, opens, fills, scheduled rows.
+A step is applied in this order: closes, adapter bindings, opens, fills, scheduled rows.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -23,6 +23,15 @@ class OpenRow:
     min_tokens: int
     num_logprobs: int  # -1: none at all
     stop_ids: tuple[int, ...]
+    adapter_slot: int = -1  # -1: the base model
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BindAdapter:
+    """Gives the adapter slot `slot` to a version that every shard has staged. No open row uses the slot."""
+
+    slot: int
+    version: str
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,6 +63,7 @@ class Step:
     opened: list[OpenRow] = dataclasses.field(default_factory=list)
     filled: list[FillTokens] = dataclasses.field(default_factory=list)
     scheduled: list[ScheduledRow] = dataclasses.field(default_factory=list)
+    bindings: list[BindAdapter] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -99,3 +109,5 @@ class ShardInfo:
     dtype: str
     device: str
     attention_backend: str
+    max_loras: int = 0  # adapter slots; 0: LoRA is off
+    max_lora_rank: int = 0

@@ -30,6 +30,9 @@ def pack_step(step: Step) -> shard_pb2.ExecuteRequest:
         message.filled.starts = _column("i", [fill.start for fill in step.filled])
         message.filled.counts = _column("i", [len(fill.token_ids) for fill in step.filled])
         message.filled.token_ids = _column("i", [token for fill in step.filled for token in fill.token_ids])
+    if step.bindings:
+        message.bindings.slots = _column("i", [binding.slot for binding in step.bindings])
+        message.bindings.versions.extend(binding.version for binding in step.bindings)
     return shard_pb2.ExecuteRequest(step=message)
 
 
@@ -45,6 +48,7 @@ def _pack_opened(step: Step, message: shard_pb2.OpenedRows) -> None:
     message.num_logprobs = _column("i", [row.num_logprobs for row in rows])
     message.stop_id_counts = _column("i", [len(row.stop_ids) for row in rows])
     message.stop_ids = _column("i", [token for row in rows for token in row.stop_ids])
+    message.adapter_slots = _column("i", [row.adapter_slot for row in rows])
 
 
 def unpack_result(message: shard_pb2.StepResult, step: Step, num_logprobs: dict[int, int]) -> StepResult:

@@ -9,19 +9,26 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from router.errors import ContextLengthExceeded, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
+from router.errors import (
+    ContextLengthExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unimplemented,
+)
 from router.messages import OutputParams, SamplingParams, StoppingParams, Submission
 from router.request import GenerationRequest, Limits
 
 GREEDY_BELOW = 9.999999747378752e-06  # 1e-5 as the float32 that arrives; a lower temperature means greedy
 MAX_REQUEST_ID_BYTES = 256
+MAX_ADAPTER_NAME_BYTES = 256
 MAX_STOPS = 64
 MAX_STOP_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGPROBS = 20
 # Values that change nothing, so that a client which always sends them is served.
 NEUTRAL = {
-    "adapter": "",
     "cache_salt": "",
     "sampling.min_p": 0.0,
     "sampling.typical_p": 1.0,
@@ -53,13 +60,21 @@ def check_model(name: str, limits: Limits) -> None:
         raise NotFound(f"model {name[:256]!r} is not served here; {limits.model_name!r} is")
 
 
+def check_adapter(name: str, limits: Limits) -> None:
+    """Whether there can be an adapter of this name; empty is the base model."""
+    _check_length("adapter", name, MAX_ADAPTER_NAME_BYTES)
+    if name and not limits.max_loras:
+        raise FailedPrecondition("adapters are not enabled; start the server with --enable-lora")
+
+
 def check_fields(request: GenerationRequest, limits: Limits) -> None:
-    """Every rule that needs no prompt. Raises InvalidArgument, NotFound or Unimplemented."""
+    """Every rule that needs no prompt. Raises InvalidArgument, NotFound, FailedPrecondition or Unimplemented."""
     _check_length("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
     check_model(request.model, limits)
     for field, value in request.unserved.items():
         if value is None or value != NEUTRAL.get(field):
             raise Unimplemented(f"{field} is not served by this version; leave it unset")
+    check_adapter(request.adapter, limits)
     _check_sampling(request, limits)
     _check_stopping(request, limits)
     _check_range("output.logprobs", request.num_logprobs, 0, MAX_LOGPROBS)

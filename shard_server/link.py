@@ -10,7 +10,7 @@ from cohort.shard.v1 import shard_pb2
 
 from shard_server.errors import ProtocolError
 
-LINK_VERSION = 1
+LINK_VERSION = 2
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -32,6 +32,15 @@ class OpenedRows:
     num_logprobs: Int32
     stop_id_counts: Int32
     stop_ids: Int32
+    adapter_slots: Int32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bindings:
+    """Adapter slots and the staged versions that they get."""
+
+    slots: Int32
+    versions: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -65,6 +74,7 @@ class StepWork:
     opened: OpenedRows | None
     filled: FilledTokens | None
     scheduled: ScheduledRows
+    bindings: Bindings | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +110,13 @@ def decode_step(step: shard_pb2.Step) -> StepWork:
     opened = _opened(step.opened) if step.HasField("opened") else None
     filled = _filled(step.filled) if step.HasField("filled") else None
     closed = _int32(step.closed_slots, "closed_slots")
-    return StepWork(step.step_id, closed, opened, filled, _scheduled(step.scheduled))
+    bindings = _bindings(step.bindings) if step.HasField("bindings") else None
+    return StepWork(step.step_id, closed, opened, filled, _scheduled(step.scheduled), bindings)
+
+
+def _bindings(bindings: shard_pb2.AdapterBindings) -> Bindings:
+    versions = tuple(bindings.versions)
+    return Bindings(_int32(bindings.slots, "bindings.slots", len(versions)), versions)
 
 
 def _opened(rows: shard_pb2.OpenedRows) -> OpenedRows:
@@ -118,6 +134,7 @@ def _opened(rows: shard_pb2.OpenedRows) -> OpenedRows:
         num_logprobs=_int32(rows.num_logprobs, "opened.num_logprobs", n),
         stop_id_counts=counts,
         stop_ids=_int32(rows.stop_ids, "opened.stop_ids", _total(counts, "opened.stop_id_counts")),
+        adapter_slots=_int32(rows.adapter_slots, "opened.adapter_slots", n),
     )
 
 

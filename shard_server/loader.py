@@ -17,8 +17,12 @@ from model.attention import create_attention
 from model.config import ModelConfig, load_model_config
 from model.errors import ModelError
 from model.flash_cohere import FlashCohereForCausalLM
+from model.lora_stacks import LoraStacks
 from model.precision import resolve_dtype
 from model.weights import DummyWeights, Weights, WeightSource, stored_dtype
+from shard_server.adapter_reader import AdapterReader
+from shard_server.adapter_slots import AdapterSlots
+from shard_server.adapters import StagedAdapters
 from shard_server.config import ShardConfig
 from shard_server.distributed import RankGroup
 from shard_server.errors import ShardError
@@ -51,6 +55,8 @@ class ShardFacts:
     device: str
     attention_backend: str
     startup_phase_s: dict[str, float]
+    max_loras: int = 0
+    max_lora_rank: int = 0
 
 
 class PhaseClock:
@@ -105,12 +111,21 @@ def load(config: ShardConfig, join: Callable[[], RankGroup]) -> tuple[ModelRunne
             device=config.device,
             attention_backend=model.attention.name,
             startup_phase_s=clock.laps,
+            max_loras=config.max_loras if config.enable_lora else 0,
+            max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
         )
         graph_shapes = []
         if model.attention.name != "torch":  # which reads lengths on the host
             graph_shapes = _graph_shapes(config, model_config, group, max_model_len)
         build = functools.partial(
-            _make_runner, model=model, model_config=model_config, group=group, dtype=dtype, device=device
+            _make_runner,
+            model=model,
+            model_config=model_config,
+            group=group,
+            dtype=dtype,
+            device=device,
+            # Made before free memory is measured, so that KV blocks get what they leave.
+            adapters=_make_adapters(config, model_config, group, dtype, device),
         )
         measured = None
         if device.type == "cuda":
@@ -169,6 +184,7 @@ def _make_runner(
     group: RankGroup,
     dtype: torch.dtype,
     device: torch.device,
+    adapters: AdapterSlots | None,
 ) -> ModelRunner:
     with torch.inference_mode():
         cache = allocate(model_config, group.parallel, facts.num_blocks, facts.block_size, dtype, device)
@@ -180,7 +196,20 @@ def _make_runner(
             vocab_size=facts.vocab_size,
             device=device,
         )
-        return ModelRunner(model, tables, cache, facts.max_num_batched_tokens, device)
+        return ModelRunner(model, tables, cache, facts.max_num_batched_tokens, device, adapters)
+
+
+def _make_adapters(
+    config: ShardConfig, model_config: ModelConfig, group: RankGroup, dtype: torch.dtype, device: torch.device
+) -> AdapterSlots | None:
+    """All adapter slots, empty."""
+    if not config.enable_lora:
+        return None
+    read = AdapterReader(model_config, group.parallel, config.max_lora_rank, dtype, is_pinned=device.type == "cuda")
+    with torch.inference_mode():
+        stacks = LoraStacks(model_config, group.parallel, config.max_loras, config.max_lora_rank, dtype, device)
+    logger.info("%d adapter slots of rank %d: %.1f MB", config.max_loras, config.max_lora_rank, stacks.num_bytes / 1e6)
+    return AdapterSlots(stacks, StagedAdapters(read))
 
 
 def _max_model_len(config: ShardConfig, model_config: ModelConfig) -> int:

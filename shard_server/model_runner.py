@@ -12,8 +12,8 @@ import torch
 from model.attention import Seqlen
 from model.flash_cohere import FlashCohereForCausalLM
 from model.lora import BASE, AdapterBatchData
-from model.lora_stacks import LoraStacks
 from shard_server.adapter_rows import adapters_of
+from shard_server.adapter_slots import AdapterSlots
 from shard_server.batch import Batch
 from shard_server.errors import ProtocolError
 from shard_server.graph_sizes import GraphShape
@@ -48,15 +48,17 @@ class ModelRunner:
         kv_cache: KVCache,
         max_num_batched_tokens: int,
         device: torch.device,
-        stacks: LoraStacks | None = None,
+        adapters: AdapterSlots | None = None,
     ) -> None:
-        """`kv_cache` has as many blocks as `tables` allows ids for, of the model's block size; `stacks`: adapters."""
+        """`kv_cache` has as many blocks as `tables` allows ids for, of the model's block size; `adapters` None: LoRA is
+        off."""
         self._model = model
         self._tables = tables
         self._kv_cache = kv_cache
         self._max_num_batched_tokens = max_num_batched_tokens
         self._device = device
-        self._stacks = stacks
+        self.adapters = adapters
+        self._stacks = stacks = None if adapters is None else adapters.stacks
         self._sampler = Sampler(model.parallel, model.vocab_start)
         rows_bytes = (tables.max_num_seqs + 1) * ROW_BYTES + (0 if stacks is None else 4 * (stacks.max_loras + 1))
         self._staging = Staging(device, rows_bytes + max_num_batched_tokens * TOKEN_BYTES)
@@ -67,6 +69,8 @@ class ModelRunner:
     def reset(self) -> None:
         """A new epoch: no row is open, the next step is number 1."""
         self._tables.reset()
+        if self.adapters is not None:
+            self.adapters.reset()
         self._last_step_id = 0
         self._clock.reset()
 
@@ -90,6 +94,7 @@ class ModelRunner:
         self._last_step_id = work.step_id
         tables, scheduled = self._tables, work.scheduled
         tables.close(work.closed_slots)
+        self._apply_adapters(work)
         if work.opened is not None:
             tables.open(work.opened)
         if work.filled is not None:
@@ -116,6 +121,17 @@ class ModelRunner:
         timing = self._clock.end()
         self._staging.end(timing.event)
         return PendingStep(work.step_id, timing, rows)
+
+    def _apply_adapters(self, work: StepWork) -> None:
+        """Binds slots, and checks those of new rows."""
+        if self.adapters is None:
+            if work.bindings is not None or (work.opened is not None and (work.opened.adapter_slots >= 0).any()):
+                raise ProtocolError("the step uses adapters, but LoRA is off on this shard")
+            return
+        if work.bindings is not None:
+            self.adapters.bind(work.bindings, self._tables)
+        if work.opened is not None:
+            self.adapters.check_opened(work.opened.adapter_slots)
 
     def _begin(self, *arrays: npt.NDArray[Any]) -> list[torch.Tensor]:
         """Starts the clock, uploads, and writes on the device what the tables have waiting."""

@@ -99,7 +99,7 @@ class ShardServer:
             logger.exception("the model could not be loaded")
             self._end(EXIT_FAILED, self._explain(error))
         else:
-            self._service.set_ready(runner, facts)
+            self._service.set_ready(runner, facts, runner.adapters.staged if runner.adapters is not None else None)
             await self._health.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
             logger.info("ready: %s", facts)
 

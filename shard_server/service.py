@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import NoReturn, Protocol
 
 import grpc
 from cohort.shard.v1 import shard_pb2, shard_pb2_grpc
 
+from model.errors import ModelError
+from shard_server.adapters import AdapterRecipe, AdapterSource, StagedAdapters
 from shard_server.errors import ProtocolError
 from shard_server.link import LINK_VERSION, StepOutcome, StepWork, decode_step, encode_outcome
 from shard_server.loader import ShardFacts
@@ -19,6 +22,8 @@ from shard_server.worker import Worker
 logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[shard_pb2.ExecuteRequest, shard_pb2.ExecuteResponse]
+LoadContext = grpc.aio.ServicerContext[shard_pb2.LoadAdapterRequest, shard_pb2.LoadAdapterResponse]
+UnloadContext = grpc.aio.ServicerContext[shard_pb2.UnloadAdapterRequest, shard_pb2.UnloadAdapterResponse]
 InfoContext = grpc.aio.ServicerContext[shard_pb2.GetInfoRequest, shard_pb2.GetInfoResponse]
 
 
@@ -56,19 +61,50 @@ class ShardService(shard_pb2_grpc.ShardServiceServicer):
         self._fail = fail
         self._runner: StepRunner | None = None
         self._facts: ShardFacts | None = None
+        self._adapters: StagedAdapters | None = None
         self._open: Epoch | None = None
         self._last_epoch = 0
 
-    def set_ready(self, runner: StepRunner, facts: ShardFacts) -> None:
-        """Steps may come from now on."""
-        self._runner, self._facts = runner, facts
+    def set_ready(self, runner: StepRunner, facts: ShardFacts, adapters: StagedAdapters | None = None) -> None:
+        """Steps may come from now on; `adapters` None: LoRA is off."""
+        self._runner, self._facts, self._adapters = runner, facts, adapters
 
     async def GetInfo(self, request: shard_pb2.GetInfoRequest, context: InfoContext) -> shard_pb2.GetInfoResponse:
         """This shard's facts; UNAVAILABLE while the model loads."""
         if self._facts is None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
             raise AssertionError
-        return shard_pb2.GetInfoResponse(link_version=LINK_VERSION, **dataclasses.asdict(self._facts))
+        staged = self._adapters.versions if self._adapters is not None else []
+        facts = dataclasses.asdict(self._facts)
+        return shard_pb2.GetInfoResponse(link_version=LINK_VERSION, adapter_versions=staged, **facts)
+
+    async def LoadAdapter(
+        self, request: shard_pb2.LoadAdapterRequest, context: LoadContext
+    ) -> shard_pb2.LoadAdapterResponse:
+        """Stages an adapter beside the steps; FAILED_PRECONDITION with the reason where it cannot be applied."""
+        if self._adapters is None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "LoRA is off on this shard")
+            raise AssertionError
+        start_s = time.perf_counter()
+        try:
+            slices = await self._adapters.load(_recipe(request))
+        except (ModelError, OSError) as error:
+            logger.warning("adapter %s cannot be applied: %s", request.version, error)
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise AssertionError from error
+        except Exception as error:
+            logger.exception("adapter %s could not be loaded", request.version)
+            await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+            raise AssertionError from error
+        return shard_pb2.LoadAdapterResponse(rank=slices.rank, load_s=time.perf_counter() - start_s)
+
+    async def UnloadAdapter(
+        self, request: shard_pb2.UnloadAdapterRequest, context: UnloadContext
+    ) -> shard_pb2.UnloadAdapterResponse:
+        """Drops a staged adapter."""
+        if self._adapters is not None:
+            await self._adapters.unload(request.version)
+        return shard_pb2.UnloadAdapterResponse()
 
     async def Execute(
         self, requests: AsyncIterator[shard_pb2.ExecuteRequest], context: Context
@@ -178,6 +214,11 @@ class _StepJob:
             self.epoch.is_broken = True
             raise
         return shard_pb2.ExecuteResponse(result=encode_outcome(outcome, self.rank))
+
+
+def _recipe(request: shard_pb2.LoadAdapterRequest) -> AdapterRecipe:
+    sources = tuple(AdapterSource(source.path, source.sha256, source.weight) for source in request.sources)
+    return AdapterRecipe(request.version, sources, request.combination_type, request.density, request.seed)
 
 
 def _reset(runner: StepRunner) -> Callable[[], None]:

@@ -57,7 +57,7 @@ class RowTables:
         self.top_p = np.ones(num_rows, np.float32)
         self.min_tokens = np.zeros(num_rows, np.int32)
         self.num_logprobs = np.full(num_rows, -1, np.int32)
-        self.adapter_slots = np.full(num_rows, -1, np.int32)  # of the base model
+        self.adapter_slots = np.full(num_rows, -1, np.int32)
         self.stop_ids: list[Int32] = [np.zeros(0, np.int32)] * num_rows
 
     def reset(self) -> None:
@@ -92,6 +92,7 @@ class RowTables:
         self.top_p[slots] = rows.top_p
         self.min_tokens[slots] = rows.min_tokens
         self.num_logprobs[slots] = rows.num_logprobs
+        self.adapter_slots[slots] = rows.adapter_slots
         self.device_seeds.write(slots, np.zeros_like(slots), self.seeds[slots])
         self.device_temperature.write(slots, np.zeros_like(slots), self.temperature[slots])
         ends = np.cumsum(rows.stop_id_counts)
@@ -105,6 +106,7 @@ class RowTables:
         )
         _refuse(~((rows.top_p >= 0) & (rows.top_p <= 1)), slots, "opened.top_p of slot {} is outside [0, 1]")
         _refuse(rows.top_k < 0, slots, "opened.top_k of slot {} is negative")
+        _refuse(rows.adapter_slots < -1, slots, "opened.adapter_slots of slot {} is below -1")
         _refuse(rows.num_prompt_tokens < 0, slots, "opened.num_prompt_tokens of slot {} is negative")
         too_many = (rows.num_logprobs < -1) | (rows.num_logprobs > self.vocab_size)
         _refuse(too_many, slots, "opened.num_logprobs of slot {} is outside [-1, vocab_size]")

@@ -13,15 +13,15 @@ import grpc.aio
 import numpy as np
 from cohort.shard.v1 import shard_pb2, shard_pb2_grpc
 
-from router.step import FillTokens, OpenRow, SampledToken, ScheduledRow, Step, StepResult
+from router.step import BindAdapter, FillTokens, OpenRow, SampledToken, ScheduledRow, Step, StepResult
 from shard_server.link import LINK_VERSION, RowResults, StepOutcome, StepWork, decode_step, encode_outcome
 from tests.fake_shards import FakeShards
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-async def at_once(step_id: int) -> None:
-    """Lets a step begin without a pause."""
+async def at_once(what: object) -> None:
+    """Lets a step or a load begin without a pause."""
 
 
 class FakeShardServer(shard_pb2_grpc.ShardServiceServicer):
@@ -35,6 +35,7 @@ class FakeShardServer(shard_pb2_grpc.ShardServiceServicer):
         self.is_loaded = True
         self.is_silent = False  # Execute never answers.
         self.before_step: Callable[[int], Awaitable[None]] = at_once
+        self.before_load: Callable[[shard_pb2.LoadAdapterRequest], Awaitable[None]] = at_once
         self.change_answer: Callable[[shard_pb2.StepResult], None] = lambda result: None
         self.facts: dict[str, Any] = {}
         self.hellos: list[shard_pb2.Hello] = []
@@ -57,7 +58,28 @@ class FakeShardServer(shard_pb2_grpc.ShardServiceServicer):
         if not self.is_loaded:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the model is still loading")
         facts = dataclasses.asdict(self.shards.info) | {"rank": self.rank, "world_size": self.world_size}
-        return shard_pb2.GetInfoResponse(**({"link_version": LINK_VERSION} | facts | self.facts))
+        staged = {"adapter_versions": sorted(self.shards.staged or ())}
+        return shard_pb2.GetInfoResponse(**({"link_version": LINK_VERSION} | facts | staged | self.facts))
+
+    async def LoadAdapter(
+        self, request: shard_pb2.LoadAdapterRequest, context: Context
+    ) -> shard_pb2.LoadAdapterResponse:
+        """Stages a version after `before_load`, whose RuntimeError is a refusal."""
+        try:
+            await self.before_load(request)
+        except RuntimeError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+        assert self.shards.staged is not None
+        self.shards.staged.add(request.version)
+        return shard_pb2.LoadAdapterResponse(rank=8)
+
+    async def UnloadAdapter(
+        self, request: shard_pb2.UnloadAdapterRequest, context: Context
+    ) -> shard_pb2.UnloadAdapterResponse:
+        """Drops a version."""
+        assert self.shards.staged is not None
+        self.shards.staged.discard(request.version)
+        return shard_pb2.UnloadAdapterResponse()
 
     async def Execute(
         self, requests: AsyncIterator[shard_pb2.ExecuteRequest], context: Context
@@ -88,8 +110,11 @@ def to_step(work: StepWork) -> Step:
         stop_ids = np.split(opened.stop_ids, np.cumsum(opened.stop_id_counts)[:-1])
         columns = (opened.slots, opened.num_prompt_tokens, opened.seeds.view(np.uint64), opened.temperature)
         columns += (opened.top_k, opened.top_p, opened.min_tokens, opened.num_logprobs)
-        for ids, *values in zip(stop_ids, *(column.tolist() for column in columns), strict=True):
-            step.opened.append(OpenRow(*values, stop_ids=tuple(ids.tolist())))
+        adapter_slots = opened.adapter_slots.tolist()
+        for ids, slot, *values in zip(stop_ids, adapter_slots, *(column.tolist() for column in columns), strict=True):
+            step.opened.append(OpenRow(*values, stop_ids=tuple(ids.tolist()), adapter_slot=slot))
+    if (bindings := work.bindings) is not None:
+        step.bindings = [BindAdapter(*pair) for pair in zip(bindings.slots.tolist(), bindings.versions, strict=True)]
     if (filled := work.filled) is not None:
         pieces = np.split(filled.token_ids, np.cumsum(filled.counts)[:-1])
         for slot, start, ids in zip(filled.slots.tolist(), filled.starts.tolist(), pieces, strict=True):

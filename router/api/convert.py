@@ -44,6 +44,7 @@ def to_request(message: pb.GenerateRequest | pb.ChatRequest) -> GenerationReques
         skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else True,
         n=message.n if message.HasField("n") else None,
         priority=message.priority,
+        adapter=message.adapter,
         unserved=_unserved(message),
     )
 
@@ -58,7 +59,6 @@ def refuse_unknown_fields(message: Message, path: str = "") -> None:
 def _unserved(message: pb.GenerateRequest | pb.ChatRequest) -> dict[str, object]:
     sampling = message.sampling
     found: dict[str, object] = {
-        "adapter": message.adapter,
         "cache_salt": message.cache_salt,
         "sampling.min_p": sampling.min_p,
         "sampling.frequency_penalty": sampling.frequency_penalty,

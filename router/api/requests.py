@@ -16,7 +16,16 @@ from router.admission import Admission, Place
 from router.api.calls import Call
 from router.errors import DeadlineExceeded, InternalError, RequestError
 from router.logs import event
-from router.messages import Event, FinishReason, Load, RequestDone, RequestFailed, SequenceDelta, Submission
+from router.messages import (
+    AdapterRef,
+    Event,
+    FinishReason,
+    Load,
+    RequestDone,
+    RequestFailed,
+    SequenceDelta,
+    Submission,
+)
 from router.metrics import Metrics
 from router.readiness import Readiness
 from router.request import GenerationRequest, Limits
@@ -45,6 +54,16 @@ class Engine(Protocol):
 
     def load(self) -> Load:
         """How busy the engine is."""
+
+
+class AdapterNames(Protocol):
+    """What adapters' names stand for; router.adapters.Adapters is one."""
+
+    async def acquire(self, name: str) -> AdapterRef:
+        """The version for one request, which has to be released. Raises the RequestError that ends the request."""
+
+    def release(self, ref: AdapterRef) -> None:
+        """The request is over."""
 
 
 class Answer(Protocol):
@@ -98,8 +117,12 @@ class Requests:
         readiness: Readiness,
         metrics: Metrics,
         default_deadline_s: float = 0.0,
+        adapters: AdapterNames | None = None,
     ) -> None:
+        """`adapters` None: LoRA is off, and `limits` refuse requests for one."""
         self.limits = limits
+        self._adapters = adapters
+        self._num_reading = 0  # requests whose adapter is being read from disk
         self._engine = engine
         self._admission = admission
         self._readiness = readiness
@@ -149,9 +172,18 @@ class Requests:
         record.num_prompt_tokens = len(ids)
         submission = validation.build(request, ids, self._admitted(call), self.limits, answer.is_unary)
         self._readiness.check()  # It may have changed while the prompt was encoded.
-        place = self._admission.enter(len(ids), self._engine.load())
+        load = self._engine.load()
+        load = dataclasses.replace(load, num_waiting=load.num_waiting + self._num_reading)
+        place = self._admission.enter(len(ids), load)
         stream: Stream | None = None
         try:
+            adapter = await self._acquire(request.adapter)
+        except BaseException:
+            place.leave()
+            raise
+        try:
+            submission = dataclasses.replace(submission, adapter=adapter)
+            self._readiness.check()
             stream = self._engine.submit(submission)
             await answer.start()
             return await self._carry(stream, place, answer, record)
@@ -159,6 +191,17 @@ class Requests:
             place.leave()
             if stream is not None:
                 stream.close()
+            if adapter is not None and self._adapters is not None:
+                self._adapters.release(adapter)
+
+    async def _acquire(self, name: str) -> AdapterRef | None:
+        if not name or self._adapters is None:
+            return None
+        self._num_reading += 1
+        try:
+            return await self._adapters.acquire(name)
+        finally:
+            self._num_reading -= 1
 
     async def _carry(self, stream: Stream, place: Place, answer: Answer, record: Record) -> RequestDone:
         async for item in stream:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 
 from router import logs
+from router.adapter_settings import AdapterSettings
 from router.chat import ChatTemplates
 from router.config import RouterConfig, effective, load_config
 from router.launcher import ShardGroup
@@ -28,6 +29,7 @@ def main(argv: Sequence[str]) -> int:
     logs.configure(config.log_level, config.log_format)
     logs.event(logger, "configuration", **effective(config))
     check_ports(config)
+    AdapterSettings.from_config(config)  # Before a model is read, which may take minutes.
     folder = resolve_model(config.model)
     facts = read_model_facts(folder, is_dummy=config.load_format == "dummy")
     tokenizer = Tokenizer.from_dir(folder)

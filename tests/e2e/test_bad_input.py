@@ -69,7 +69,7 @@ CASES: dict[str, tuple[pb.GenerateRequest, grpc.StatusCode, str]] = {
     "logit_bias": (prompt(sampling=pb.SamplingParams(logit_bias={1: 1.0})), UNIMPLEMENTED, "logit_bias"),
     "prompt_logprobs": (prompt(output=pb.OutputOptions(prompt_logprobs=1)), UNIMPLEMENTED, "prompt_logprobs"),
     "cache_salt": (prompt(cache_salt="a"), UNIMPLEMENTED, "cache_salt"),
-    "adapter": (prompt(adapter="a"), UNIMPLEMENTED, "adapter"),
+    "adapter": (prompt(adapter="a"), grpc.StatusCode.FAILED_PRECONDITION, "--enable-lora"),
     "adapter_merge": (prompt(adapter_merge=pb.AdapterMerge()), UNIMPLEMENTED, "adapter_merge"),
     "constraint": (prompt(constraint=pb.Constraint(regex="a")), UNIMPLEMENTED, "constraint"),
 }

@@ -7,12 +7,14 @@ import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from cohort.v1 import generation_pb2 as pb
 
 from router.cli import COMMANDS, main
+from tests.router.adapter_files import make_adapter, version_of
 from tests.router.api.edge import DEMO, TIMEOUT_S, Edge, edge
 
 
@@ -117,6 +119,22 @@ async def test_chat_keeps_the_conversation(capsys: pytest.CaptureFixture[str], m
         lengths = [opened.num_prompt_tokens for step in server.shards.steps for opened in step.opened]
     assert len(lengths) == 2 and lengths[1] > lengths[0]
     assert capsys.readouterr().out.count("\n") >= 2
+
+
+async def test_adapters_are_loaded_listed_and_unloaded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    version = version_of(make_adapter(tmp_path / "polite"))
+    settings: dict[str, Any] = {"enable_lora": True, "adapter_dirs": (str(tmp_path),)}
+    async with edge(info={"max_loras": 2}, **settings) as server:
+        assert await beside(server, "adapters", "list") == 0
+        assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["polite", "disk", "-"]
+        assert await beside(server, "adapters", "load", "p", "polite", "--pin") == 0
+        row = capsys.readouterr().out.splitlines()[1].split()
+        assert row == ["p", "host", "8", "0", "yes", version[:12], str(tmp_path / "polite")]
+        assert await beside(server, "adapters", "unload", "p", "--wait") == 0
+        assert await beside(server, "adapters", "unload", "p") == 1
+        assert capsys.readouterr().err.startswith("adapters: NOT_FOUND: no adapter 'p' is loaded")
+        assert await beside(server, "adapters", "load", "x", "../x") == 1
+        assert "--adapter-dirs" in capsys.readouterr().err
 
 
 async def test_health_tells_by_text_and_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.adapter_places import AdapterLoad
 from router.messages import FinishReason, RequestDone, Timing
-from router.metrics import REQUEST_SECONDS, TOKEN_SECONDS, Metrics
+from router.metrics import MAX_ADAPTER_LABELS, REQUEST_SECONDS, TOKEN_SECONDS, Metrics
 from router.metrics_http import MetricsServer
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -35,6 +36,10 @@ def fed(has_aliases: bool = True) -> Metrics:
     metrics.request_failed("UNAVAILABLE")
     metrics.shard_up(0, True)
     metrics.shard_up(1, False)
+    metrics.adapter_request("polite")
+    metrics.adapter_tokens("polite", 7)
+    metrics.adapter_loaded(0.02)
+    metrics.set_adapter_tiers({"device": 1, "host": 0, "disk": 2})
     metrics.startup_phase("shards", 1.5)
     metrics.rpc_started("cohort.v1.GenerationService/Generate")
     metrics.rpc_handled("cohort.v1.GenerationService/Generate", "OK")
@@ -147,6 +152,31 @@ def test_buckets_count_as_prometheus_own_histogram(seconds: list[float]) -> None
     ours = {s.labels["le"]: s.value for s in metrics.itl.family().samples if s.name.endswith("_bucket")}
     theirs = {s.labels["le"]: s.value for f in registry.collect() for s in f.samples if s.name.endswith("_bucket")}
     assert {float(end): count for end, count in ours.items()} == {float(end): count for end, count in theirs.items()}
+
+
+def test_adapters_are_counted_by_name_until_they_are_gone_and_never_without_bound() -> None:
+    metrics = Metrics("command", True)
+    for number in range(MAX_ADAPTER_LABELS + 5):
+        metrics.adapter_request(f"a{number}")
+        metrics.adapter_tokens(f"a{number}", 3)
+    found = samples(metrics)
+    assert value(found, "cohort_adapter_requests_total", adapter="a0") == 1
+    assert value(found, "cohort_adapter_requests_total", adapter="other") == 5
+    assert value(found, "cohort_adapter_generation_tokens_total", adapter="other") == 15
+    metrics.adapter_gone("a0")
+    metrics.adapter_request("new")
+    found = samples(metrics)
+    assert value(found, "cohort_adapter_requests_total", adapter="new") == 1
+    assert ("cohort_adapter_requests_total", frozenset({("adapter", "a0")})) not in found
+
+
+def test_vllms_adapter_series_has_names_in_labels_and_the_time_as_its_value() -> None:
+    metrics = Metrics("command", True)
+    assert not [family for family in families(metrics) if family.name == "vllm:lora_requests_info"], "LoRA is off"
+    metrics.set_max_loras(4)
+    metrics.set_adapter_load(AdapterLoad(("a", "b"), ("c",)), 12.5)
+    labels = {"max_lora": "4", "running_lora_adapters": "a,b", "waiting_lora_adapters": "c"}
+    assert value(samples(metrics), "vllm:lora_requests_info", **labels) == 12.5
 
 
 @pytest.mark.parametrize("bounds", [TOKEN_SECONDS, REQUEST_SECONDS])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from router.adapter_places import AdapterPlaces
 from router.errors import Cancelled, DeadlineExceeded, InternalError, ResourceExhausted, Unavailable
 from router.messages import (
     Event,
@@ -50,7 +51,7 @@ def expected(request: Submission, index: int = 0) -> list[int]:
     seed = member_seed(request.sampling.seed, index)
     tokens = list(request.prompt_token_ids)
     for _ in range(request.stopping.max_tokens):
-        tokens.append(hashed_token(seed, tuple(tokens)))
+        tokens.append(hashed_token(seed, tuple(tokens), request.adapter.version if request.adapter else ""))
         if tokens[-1] in request.stopping.eos_token_ids and len(tokens) > request.stopping.min_tokens:
             break
     return tokens[len(request.prompt_token_ids) :]
@@ -59,9 +60,9 @@ def expected(request: Submission, index: int = 0) -> list[int]:
 class Harness:
     """Steps a scheduler with `run_ahead` unanswered steps and collects what each request got."""
 
-    def __init__(self, info: ShardInfo = INFO, run_ahead: int = 1) -> None:
+    def __init__(self, info: ShardInfo = INFO, run_ahead: int = 1, adapters: AdapterPlaces | None = None) -> None:
         self.shards = FakeShards(info)
-        self.scheduler = Scheduler(info, lambda skip: Words())
+        self.scheduler = Scheduler(info, lambda skip: Words(), adapters)
         self.run_ahead = run_ahead
         self.answers: collections.deque[object] = collections.deque()
         self.events: dict[int, list[Event]] = collections.defaultdict(list)

@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router import validation
-from router.errors import ContextLengthExceeded, InvalidArgument, NotFound, ResourceExhausted, Unimplemented
+from router.errors import (
+    ContextLengthExceeded,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unimplemented,
+)
 from router.messages import Submission
 from router.request import GenerationRequest, Limits
 
@@ -149,8 +156,17 @@ def test_another_model_is_not_found(model: str) -> None:
         build(model=model)
 
 
+def test_an_adapter_is_refused_at_once_while_lora_is_off() -> None:
+    """Public bug predibase/lorax#65: it failed late, with an attribute error."""
+    with pytest.raises(FailedPrecondition, match="--enable-lora"):
+        build(adapter="a")
+    with_lora = dataclasses.replace(LIMITS, max_loras=2)
+    assert build(adapter="a", limits=with_lora) == build(), "its version is filled in when it is known"
+    with pytest.raises(InvalidArgument, match="adapter: must have at most 256 bytes, not 257"):
+        build(adapter="a" * 257, limits=with_lora)
+
+
 NEUTRAL = {
-    "adapter": "",
     "cache_salt": "",
     "sampling.min_p": 0.0,
     "sampling.typical_p": 1.0,

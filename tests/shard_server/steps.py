@@ -20,6 +20,7 @@ class Open:
     num_logprobs: int = -1
     stop_ids: tuple[int, ...] = ()
     num_prompt_tokens: int | None = None
+    adapter_slot: int = -1
 
 
 @dataclasses.dataclass
@@ -51,6 +52,7 @@ def opened(rows: list[Open]) -> shard_pb2.OpenedRows:
         num_logprobs=i32(*[r.num_logprobs for r in rows]),
         stop_id_counts=i32(*[len(r.stop_ids) for r in rows]),
         stop_ids=i32(*[i for r in rows for i in r.stop_ids]),
+        adapter_slots=i32(*[r.adapter_slot for r in rows]),
     )
 
 
@@ -75,10 +77,17 @@ def scheduled(rows: list[Run]) -> shard_pb2.ScheduledRows:
 
 
 def step(
-    step_id: int, runs: list[Run], opens: list[Open] | None = None, closed: tuple[int, ...] = ()
+    step_id: int,
+    runs: list[Run],
+    opens: list[Open] | None = None,
+    closed: tuple[int, ...] = (),
+    bindings: dict[int, str] | None = None,
 ) -> shard_pb2.Step:
     """Rows that are opened are filled in the same step."""
     message = shard_pb2.Step(step_id=step_id, closed_slots=i32(*closed), scheduled=scheduled(runs))
+    if bindings:
+        message.bindings.slots = i32(*bindings)
+        message.bindings.versions.extend(bindings.values())
     if opens:
         message.opened.CopyFrom(opened(opens))
         message.filled.CopyFrom(filled([(r.slot, 0, r.tokens) for r in opens]))

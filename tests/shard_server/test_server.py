@@ -17,6 +17,7 @@ from cohort.shard.v1 import shard_pb2, shard_pb2_grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from shard_server.errors import StartError
+from shard_server.link import LINK_VERSION
 from shard_server.server import clear_stale_socket
 from tests.shard_server import checkpoints
 from tests.shard_server.steps import Open, Run, ints, step
@@ -96,7 +97,7 @@ def start(tmp_path: Path) -> Iterator[type[Shard]]:
 
 
 def execute(shard: Shard, steps: list[shard_pb2.Step], epoch: int = 1) -> grpc.Call:
-    hello = shard_pb2.Hello(link_version=1, epoch=epoch, router_id="test")
+    hello = shard_pb2.Hello(link_version=LINK_VERSION, epoch=epoch, router_id="test")
     messages = [shard_pb2.ExecuteRequest(hello=hello)] + [shard_pb2.ExecuteRequest(step=one) for one in steps]
     return shard.stub.Execute(iter(messages), timeout=LIMIT_S)
 

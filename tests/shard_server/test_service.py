@@ -14,6 +14,7 @@ import pytest
 from cohort.shard.v1 import shard_pb2, shard_pb2_grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
+from shard_server.adapters import StagedAdapters
 from shard_server.errors import ProtocolError
 from shard_server.link import LINK_VERSION, RowResults, StepOutcome, StepWork
 from shard_server.loader import ShardFacts
@@ -21,6 +22,7 @@ from shard_server.server import OPTIONS
 from shard_server.service import ShardService
 from shard_server.worker import Worker
 from tests.shard_server.steps import ints, step
+from tests.shard_server.test_adapters import Disk, Slices
 
 LIMIT_S = 20
 FACTS = ShardFacts("f", 0, 1, 16, 9, 64, 4, 32, 100, "float32", "cpu", "torch", {"load": 1.5})
@@ -133,7 +135,7 @@ async def test_nothing_is_served_while_the_model_loads(rig: Rig) -> None:
 async def test_info_has_every_fact(rig: Rig) -> None:
     info = await rig.stub.GetInfo(shard_pb2.GetInfoRequest(), timeout=LIMIT_S)
     assert info == shard_pb2.GetInfoResponse(
-        link_version=1,
+        link_version=2,
         model_fingerprint="f",
         rank=0,
         world_size=1,
@@ -148,6 +150,41 @@ async def test_info_has_every_fact(rig: Rig) -> None:
         attention_backend="torch",
         startup_phase_s={"load": 1.5},
     )
+
+
+async def test_adapters_are_staged_and_dropped_beside_steps_and_told_by_info(rig: Rig) -> None:
+    disk = Disk()
+    facts = dataclasses.replace(FACTS, max_loras=2, max_lora_rank=8)
+    rig.service.set_ready(rig.runner, facts, StagedAdapters(disk))
+    stream = await rig.open(1)
+    rig.runner.gate.clear()  # A step is under way all the time.
+    await stream.send(1)
+    answer = await rig.stub.LoadAdapter(shard_pb2.LoadAdapterRequest(version="v1"), timeout=LIMIT_S)
+    assert answer.rank == Slices.rank and answer.load_s > 0
+    info = await rig.stub.GetInfo(shard_pb2.GetInfoRequest(), timeout=LIMIT_S)
+    assert (info.max_loras, info.max_lora_rank, list(info.adapter_versions)) == (2, 8, ["v1"])
+    await rig.stub.UnloadAdapter(shard_pb2.UnloadAdapterRequest(version="v1"), timeout=LIMIT_S)
+    assert not (await rig.stub.GetInfo(shard_pb2.GetInfoRequest(), timeout=LIMIT_S)).adapter_versions
+    rig.runner.gate.set()
+    assert (await stream.receive()).step_id == 1 and rig.errors == []
+
+
+async def test_an_adapter_that_cannot_be_applied_is_refused_with_the_models_reason(rig: Rig) -> None:
+    disk = Disk()
+    disk.broken.add("v1")
+    rig.service.set_ready(rig.runner, FACTS, StagedAdapters(disk))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await rig.stub.LoadAdapter(shard_pb2.LoadAdapterRequest(version="v1"), timeout=LIMIT_S)
+    assert (caught.value.code(), caught.value.details()) == (
+        grpc.StatusCode.FAILED_PRECONDITION,
+        "lora_A is missing",
+    )
+
+
+async def test_adapters_are_refused_while_lora_is_off(rig: Rig) -> None:
+    with pytest.raises(grpc.aio.AioRpcError, match="LoRA is off on this shard"):
+        await rig.stub.LoadAdapter(shard_pb2.LoadAdapterRequest(version="v1"), timeout=LIMIT_S)
+    await rig.stub.UnloadAdapter(shard_pb2.UnloadAdapterRequest(version="v1"), timeout=LIMIT_S)
 
 
 async def test_steps_are_answered_in_order_with_rows_from_rank_0(rig: Rig) -> None:
@@ -250,12 +287,12 @@ async def test_a_failing_step_ends_the_epoch_with_its_cause(rig: Rig) -> None:
 
 async def test_a_stream_begins_with_hello_of_this_version_and_has_one(rig: Rig) -> None:
     code, text = await refused(rig, 1, version=9)
-    assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, "link_version is 9, but this shard speaks 1")
+    assert (code, text) == (grpc.StatusCode.FAILED_PRECONDITION, "link_version is 9, but this shard speaks 2")
     stream = Stream(rig.stub.Execute(timeout=LIMIT_S))
     await stream.send(1)
     assert await stream.status() == (grpc.StatusCode.INVALID_ARGUMENT, "the stream's first message must be hello")
     stream = await rig.open(1)
-    await stream.call.write(shard_pb2.ExecuteRequest(hello=shard_pb2.Hello(link_version=1, epoch=2)))
+    await stream.call.write(shard_pb2.ExecuteRequest(hello=shard_pb2.Hello(link_version=2, epoch=2)))
     assert await stream.status() == (grpc.StatusCode.INVALID_ARGUMENT, "hello comes once, then steps")
 
 

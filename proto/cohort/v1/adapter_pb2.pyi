@@ -63,7 +63,7 @@ class Adapter(google.protobuf.message.Message):
     name: builtins.str
     """The name that requests use."""
     version: builtins.str
-    """Hash of its content."""
+    """Hash of its content; empty while it is on disk only."""
     path: builtins.str
     """The folder it was read from."""
     rank: builtins.int
@@ -101,7 +101,9 @@ class LoadAdapterRequest(google.protobuf.message.Message):
     name: builtins.str
     """The name that requests will use, 1 to 256 bytes."""
     path: builtins.str
-    """A folder in PEFT's format, inside one of the server's adapter folders."""
+    """A folder in PEFT's format, inside one of the server's adapter folders; a relative path starts in one of them.
+    Default: the folder of that name.
+    """
     pin: builtins.bool
     """Never evict it. Default: false."""
     def __init__(
@@ -147,7 +149,7 @@ class UnloadAdapterRequest(google.protobuf.message.Message):
     name: builtins.str
     """The adapter's name."""
     wait: builtins.bool
-    """Wait for running requests; otherwise an adapter in use is refused. Default: false."""
+    """Wait for running requests, while new ones are refused; otherwise an adapter in use is refused. Default: false."""
     def __init__(
         self,
         *,

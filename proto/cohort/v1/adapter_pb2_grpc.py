@@ -71,7 +71,7 @@ class AdapterServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Lists the adapters.
+        """Lists the adapters, also those that lie in the server's adapter folders and nobody has asked for.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

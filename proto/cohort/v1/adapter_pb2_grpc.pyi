@@ -37,7 +37,7 @@ class AdapterServiceStub:
         cohort.v1.adapter_pb2.ListAdaptersRequest,
         cohort.v1.adapter_pb2.ListAdaptersResponse,
     ]
-    """Lists the adapters."""
+    """Lists the adapters, also those that lie in the server's adapter folders and nobody has asked for."""
 
 class AdapterServiceAsyncStub:
     """The LoRA adapters of the served model."""
@@ -58,7 +58,7 @@ class AdapterServiceAsyncStub:
         cohort.v1.adapter_pb2.ListAdaptersRequest,
         cohort.v1.adapter_pb2.ListAdaptersResponse,
     ]
-    """Lists the adapters."""
+    """Lists the adapters, also those that lie in the server's adapter folders and nobody has asked for."""
 
 class AdapterServiceServicer(metaclass=abc.ABCMeta):
     """The LoRA adapters of the served model."""
@@ -85,6 +85,6 @@ class AdapterServiceServicer(metaclass=abc.ABCMeta):
         request: cohort.v1.adapter_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> typing.Union[cohort.v1.adapter_pb2.ListAdaptersResponse, collections.abc.Awaitable[cohort.v1.adapter_pb2.ListAdaptersResponse]]:
-        """Lists the adapters."""
+        """Lists the adapters, also those that lie in the server's adapter folders and nobody has asked for."""
 
 def add_AdapterServiceServicer_to_server(servicer: AdapterServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

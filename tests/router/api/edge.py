@@ -11,13 +11,14 @@ from typing import Any
 
 import grpc
 import grpc.aio
+from cohort.v1 import adapter_pb2_grpc, generation_pb2_grpc, model_pb2, model_pb2_grpc
 from cohort.v1 import generation_pb2 as pb
-from cohort.v1 import generation_pb2_grpc, model_pb2, model_pb2_grpc
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2_grpc
 from grpc_status import rpc_status
 
+from router.adapter_settings import AdapterSettings
 from router.api.calls import Calls
 from router.api.health import HealthService
 from router.application import Application
@@ -53,6 +54,7 @@ class Edge:
 
     def __post_init__(self) -> None:
         self.generation: Any = generation_pb2_grpc.GenerationServiceStub(self.channel)
+        self.adapters: Any = adapter_pb2_grpc.AdapterServiceStub(self.channel)
         self.model: Any = model_pb2_grpc.ModelServiceStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
 
@@ -101,7 +103,8 @@ async def edge(
     config = RouterConfig(model=str(DEMO), served_model_name="command", **settings)  # type: ignore[arg-type]
     metrics, readiness = Metrics("command", config.vllm_metric_aliases), Readiness()
     calls = Calls(metrics)
-    application = Application(config, FACTS, TOKENIZER, TEMPLATES, link, readiness, metrics)  # type: ignore[arg-type]
+    adapters = AdapterSettings.from_config(config)
+    application = Application(config, FACTS, TOKENIZER, TEMPLATES, link, readiness, metrics, adapters)  # type: ignore[arg-type]
     server = grpc.aio.server(options=SERVER_OPTIONS)
     health = HealthService(readiness, SERVICES)
     server.add_generic_rpc_handlers((health.handlers(calls), *application.handlers(calls)))

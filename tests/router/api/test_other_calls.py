@@ -149,5 +149,5 @@ async def test_bytes_that_do_not_parse_end_a_stream_the_same_way() -> None:
 
 async def test_a_service_that_is_not_served_is_unimplemented() -> None:
     async with edge() as server:
-        error = await failure(server.channel.unary_unary("/cohort.v1.AdapterService/ListAdapters")(b""))
+        error = await failure(server.channel.unary_unary("/cohort.v1.OtherService/List")(b""))
         assert error.code() == grpc.StatusCode.UNIMPLEMENTED

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63ohort/shard/v1/shard.proto\x12\x0f\x63ohort.shard.v1\"\x10\n\x0eGetInfoRequest\"\xab\x03\n\x0fGetInfoResponse\x12\x14\n\x0clink_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\r \x01(\t\x12L\n\x0fstartup_phase_s\x18\x0e \x03(\x0b\x32\x33.cohort.shard.v1.GetInfoResponse.StartupPhaseSEntry\x1a\x34\n\x12StartupPhaseSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"?\n\x05Hello\x12\x14\n\x0clink_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\trouter_id\x18\x03 \x01(\t\"\xcc\x01\n\nOpenedRows\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\x0c\x12\r\n\x05seeds\x18\x03 \x01(\x0c\x12\x13\n\x0btemperature\x18\x04 \x01(\x0c\x12\r\n\x05top_k\x18\x05 \x01(\x0c\x12\r\n\x05top_p\x18\x06 \x01(\x0c\x12\x12\n\nmin_tokens\x18\x07 \x01(\x0c\x12\x14\n\x0cnum_logprobs\x18\x08 \x01(\x0c\x12\x16\n\x0estop_id_counts\x18\t \x01(\x0c\x12\x10\n\x08stop_ids\x18\n \x01(\x0c\"P\n\x0c\x46illedTokens\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\"\x87\x01\n\rScheduledRows\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x0c\x12\x12\n\nis_sampled\x18\x04 \x01(\x0c\x12\x18\n\x10new_block_counts\x18\x05 \x01(\x0c\x12\x15\n\rnew_block_ids\x18\x06 \x01(\x0c\"\xbc\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x63losed_slots\x18\x02 \x01(\x0c\x12+\n\x06opened\x18\x03 \x01(\x0b\x32\x1b.cohort.shard.v1.OpenedRows\x12-\n\x06\x66illed\x18\x04 \x01(\x0b\x32\x1d.cohort.shard.v1.FilledTokens\x12\x31\n\tscheduled\x18\x05 \x01(\x0b\x32\x1e.cohort.shard.v1.ScheduledRows\"k\n\x0e\x45xecuteRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.cohort.shard.v1.HelloH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.cohort.shard.v1.StepH\x00\x42\t\n\x07message\"\x19\n\x08HelloAck\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xd6\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12+\n\x06status\x18\x02 \x01(\x0e\x32\x1b.cohort.shard.v1.StepStatus\x12\x0e\n\x06step_s\x18\x03 \x01(\x02\x12\x15\n\rdevice_idle_s\x18\x04 \x01(\x02\x12\x11\n\tis_finite\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x08 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\t \x01(\x0c\"w\n\x0f\x45xecuteResponse\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.cohort.shard.v1.HelloAckH\x00\x12-\n\x06result\x18\x02 \x01(\x0b\x32\x1b.cohort.shard.v1.StepResultH\x00\x42\t\n\x07message*\\\n\nStepStatus\x12\x1b\n\x17STEP_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTEP_STATUS_OK\x10\x01\x12\x1d\n\x19STEP_STATUS_OUT_OF_MEMORY\x10\x02\x32\xae\x01\n\x0cShardService\x12L\n\x07GetInfo\x12\x1f.cohort.shard.v1.GetInfoRequest\x1a .cohort.shard.v1.GetInfoResponse\x12P\n\x07\x45xecute\x12\x1f.cohort.shard.v1.ExecuteRequest\x1a .cohort.shard.v1.ExecuteResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1b\x63ohort/shard/v1/shard.proto\x12\x0f\x63ohort.shard.v1\"\x10\n\x0eGetInfoRequest\"\xef\x03\n\x0fGetInfoResponse\x12\x14\n\x0clink_version\x18\x01 \x01(\r\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\r\x12\x12\n\nworld_size\x18\x04 \x01(\r\x12\x12\n\nblock_size\x18\x05 \x01(\r\x12\x12\n\nnum_blocks\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x12\n\nvocab_size\x18\n \x01(\r\x12\r\n\x05\x64type\x18\x0b \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x0c \x01(\t\x12\x19\n\x11\x61ttention_backend\x18\r \x01(\t\x12L\n\x0fstartup_phase_s\x18\x0e \x03(\x0b\x32\x33.cohort.shard.v1.GetInfoResponse.StartupPhaseSEntry\x12\x11\n\tmax_loras\x18\x0f \x01(\r\x12\x15\n\rmax_lora_rank\x18\x10 \x01(\r\x12\x18\n\x10\x61\x64\x61pter_versions\x18\x11 \x03(\t\x1a\x34\n\x12StartupPhaseSEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"=\n\rAdapterSource\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0e\n\x06sha256\x18\x02 \x01(\t\x12\x0e\n\x06weight\x18\x03 \x01(\x01\"\x8f\x01\n\x12LoadAdapterRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\x12/\n\x07sources\x18\x02 \x03(\x0b\x32\x1e.cohort.shard.v1.AdapterSource\x12\x18\n\x10\x63ombination_type\x18\x03 \x01(\t\x12\x0f\n\x07\x64\x65nsity\x18\x04 \x01(\x01\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"3\n\x13LoadAdapterResponse\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0e\n\x06load_s\x18\x02 \x01(\x01\"\'\n\x14UnloadAdapterRequest\x12\x0f\n\x07version\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"?\n\x05Hello\x12\x14\n\x0clink_version\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x11\n\trouter_id\x18\x03 \x01(\t\"\xe3\x01\n\nOpenedRows\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\x0c\x12\r\n\x05seeds\x18\x03 \x01(\x0c\x12\x13\n\x0btemperature\x18\x04 \x01(\x0c\x12\r\n\x05top_k\x18\x05 \x01(\x0c\x12\r\n\x05top_p\x18\x06 \x01(\x0c\x12\x12\n\nmin_tokens\x18\x07 \x01(\x0c\x12\x14\n\x0cnum_logprobs\x18\x08 \x01(\x0c\x12\x16\n\x0estop_id_counts\x18\t \x01(\x0c\x12\x10\n\x08stop_ids\x18\n \x01(\x0c\x12\x15\n\radapter_slots\x18\x0c \x01(\x0c\"2\n\x0f\x41\x64\x61pterBindings\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x10\n\x08versions\x18\x02 \x03(\t\"P\n\x0c\x46illedTokens\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x04 \x01(\x0c\"\x87\x01\n\rScheduledRows\x12\r\n\x05slots\x18\x01 \x01(\x0c\x12\x0e\n\x06starts\x18\x02 \x01(\x0c\x12\x12\n\nnum_tokens\x18\x03 \x01(\x0c\x12\x12\n\nis_sampled\x18\x04 \x01(\x0c\x12\x18\n\x10new_block_counts\x18\x05 \x01(\x0c\x12\x15\n\rnew_block_ids\x18\x06 \x01(\x0c\"\xf0\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12\x14\n\x0c\x63losed_slots\x18\x02 \x01(\x0c\x12+\n\x06opened\x18\x03 \x01(\x0b\x32\x1b.cohort.shard.v1.OpenedRows\x12-\n\x06\x66illed\x18\x04 \x01(\x0b\x32\x1d.cohort.shard.v1.FilledTokens\x12\x31\n\tscheduled\x18\x05 \x01(\x0b\x32\x1e.cohort.shard.v1.ScheduledRows\x12\x32\n\x08\x62indings\x18\x06 \x01(\x0b\x32 .cohort.shard.v1.AdapterBindings\"k\n\x0e\x45xecuteRequest\x12\'\n\x05hello\x18\x01 \x01(\x0b\x32\x16.cohort.shard.v1.HelloH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.cohort.shard.v1.StepH\x00\x42\t\n\x07message\"\x19\n\x08HelloAck\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\"\xd6\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x04\x12+\n\x06status\x18\x02 \x01(\x0e\x32\x1b.cohort.shard.v1.StepStatus\x12\x0e\n\x06step_s\x18\x03 \x01(\x02\x12\x15\n\rdevice_idle_s\x18\x04 \x01(\x02\x12\x11\n\tis_finite\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x01(\x0c\x12\x10\n\x08logprobs\x18\x07 \x01(\x0c\x12\x15\n\rtop_token_ids\x18\x08 \x01(\x0c\x12\x14\n\x0ctop_logprobs\x18\t \x01(\x0c\"w\n\x0f\x45xecuteResponse\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.cohort.shard.v1.HelloAckH\x00\x12-\n\x06result\x18\x02 \x01(\x0b\x32\x1b.cohort.shard.v1.StepResultH\x00\x42\t\n\x07message*\\\n\nStepStatus\x12\x1b\n\x17STEP_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTEP_STATUS_OK\x10\x01\x12\x1d\n\x19STEP_STATUS_OUT_OF_MEMORY\x10\x02\x32\xe8\x02\n\x0cShardService\x12L\n\x07GetInfo\x12\x1f.cohort.shard.v1.GetInfoRequest\x1a .cohort.shard.v1.GetInfoResponse\x12P\n\x07\x45xecute\x12\x1f.cohort.shard.v1.ExecuteRequest\x1a .cohort.shard.v1.ExecuteResponse(\x01\x30\x01\x12X\n\x0bLoadAdapter\x12#.cohort.shard.v1.LoadAdapterRequest\x1a$.cohort.shard.v1.LoadAdapterResponse\x12^\n\rUnloadAdapter\x12%.cohort.shard.v1.UnloadAdapterRequest\x1a&.cohort.shard.v1.UnloadAdapterResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,32 +33,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GETINFORESPONSE_STARTUPPHASESENTRY']._loaded_options = None
   _globals['_GETINFORESPONSE_STARTUPPHASESENTRY']._serialized_options = b'8\001'
-  _globals['_STEPSTATUS']._serialized_start=1653
-  _globals['_STEPSTATUS']._serialized_end=1745
+  _globals['_STEPSTATUS']._serialized_start=2176
+  _globals['_STEPSTATUS']._serialized_end=2268
   _globals['_GETINFOREQUEST']._serialized_start=48
   _globals['_GETINFOREQUEST']._serialized_end=64
   _globals['_GETINFORESPONSE']._serialized_start=67
-  _globals['_GETINFORESPONSE']._serialized_end=494
-  _globals['_GETINFORESPONSE_STARTUPPHASESENTRY']._serialized_start=442
-  _globals['_GETINFORESPONSE_STARTUPPHASESENTRY']._serialized_end=494
-  _globals['_HELLO']._serialized_start=496
-  _globals['_HELLO']._serialized_end=559
-  _globals['_OPENEDROWS']._serialized_start=562
-  _globals['_OPENEDROWS']._serialized_end=766
-  _globals['_FILLEDTOKENS']._serialized_start=768
-  _globals['_FILLEDTOKENS']._serialized_end=848
-  _globals['_SCHEDULEDROWS']._serialized_start=851
-  _globals['_SCHEDULEDROWS']._serialized_end=986
-  _globals['_STEP']._serialized_start=989
-  _globals['_STEP']._serialized_end=1177
-  _globals['_EXECUTEREQUEST']._serialized_start=1179
-  _globals['_EXECUTEREQUEST']._serialized_end=1286
-  _globals['_HELLOACK']._serialized_start=1288
-  _globals['_HELLOACK']._serialized_end=1313
-  _globals['_STEPRESULT']._serialized_start=1316
-  _globals['_STEPRESULT']._serialized_end=1530
-  _globals['_EXECUTERESPONSE']._serialized_start=1532
-  _globals['_EXECUTERESPONSE']._serialized_end=1651
-  _globals['_SHARDSERVICE']._serialized_start=1748
-  _globals['_SHARDSERVICE']._serialized_end=1922
+  _globals['_GETINFORESPONSE']._serialized_end=562
+  _globals['_GETINFORESPONSE_STARTUPPHASESENTRY']._serialized_start=510
+  _globals['_GETINFORESPONSE_STARTUPPHASESENTRY']._serialized_end=562
+  _globals['_ADAPTERSOURCE']._serialized_start=564
+  _globals['_ADAPTERSOURCE']._serialized_end=625
+  _globals['_LOADADAPTERREQUEST']._serialized_start=628
+  _globals['_LOADADAPTERREQUEST']._serialized_end=771
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=773
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=824
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=826
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=865
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=867
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=890
+  _globals['_HELLO']._serialized_start=892
+  _globals['_HELLO']._serialized_end=955
+  _globals['_OPENEDROWS']._serialized_start=958
+  _globals['_OPENEDROWS']._serialized_end=1185
+  _globals['_ADAPTERBINDINGS']._serialized_start=1187
+  _globals['_ADAPTERBINDINGS']._serialized_end=1237
+  _globals['_FILLEDTOKENS']._serialized_start=1239
+  _globals['_FILLEDTOKENS']._serialized_end=1319
+  _globals['_SCHEDULEDROWS']._serialized_start=1322
+  _globals['_SCHEDULEDROWS']._serialized_end=1457
+  _globals['_STEP']._serialized_start=1460
+  _globals['_STEP']._serialized_end=1700
+  _globals['_EXECUTEREQUEST']._serialized_start=1702
+  _globals['_EXECUTEREQUEST']._serialized_end=1809
+  _globals['_HELLOACK']._serialized_start=1811
+  _globals['_HELLOACK']._serialized_end=1836
+  _globals['_STEPRESULT']._serialized_start=1839
+  _globals['_STEPRESULT']._serialized_end=2053
+  _globals['_EXECUTERESPONSE']._serialized_start=2055
+  _globals['_EXECUTERESPONSE']._serialized_end=2174
+  _globals['_SHARDSERVICE']._serialized_start=2271
+  _globals['_SHARDSERVICE']._serialized_end=2631
 # @@protoc_insertion_point(module_scope)

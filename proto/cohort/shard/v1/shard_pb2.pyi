@@ -91,6 +91,9 @@ class GetInfoResponse(google.protobuf.message.Message):
     DEVICE_FIELD_NUMBER: builtins.int
     ATTENTION_BACKEND_FIELD_NUMBER: builtins.int
     STARTUP_PHASE_S_FIELD_NUMBER: builtins.int
+    MAX_LORAS_FIELD_NUMBER: builtins.int
+    MAX_LORA_RANK_FIELD_NUMBER: builtins.int
+    ADAPTER_VERSIONS_FIELD_NUMBER: builtins.int
     link_version: builtins.int
     """Version of this protocol; router and shard must be equal."""
     model_fingerprint: builtins.str
@@ -117,9 +120,17 @@ class GetInfoResponse(google.protobuf.message.Message):
     """cpu or cuda."""
     attention_backend: builtins.str
     """flash, triton or torch."""
+    max_loras: builtins.int
+    """Adapter slots on the device; 0: LoRA is off."""
+    max_lora_rank: builtins.int
+    """Largest rank that a slot holds; 0: LoRA is off."""
     @property
     def startup_phase_s(self) -> google.protobuf.internal.containers.ScalarMap[builtins.str, builtins.float]:
         """Seconds spent in each start-up phase, by phase name."""
+
+    @property
+    def adapter_versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Versions of the staged adapters, sorted."""
 
     def __init__(
         self,
@@ -138,10 +149,127 @@ class GetInfoResponse(google.protobuf.message.Message):
         device: builtins.str = ...,
         attention_backend: builtins.str = ...,
         startup_phase_s: collections.abc.Mapping[builtins.str, builtins.float] | None = ...,
+        max_loras: builtins.int = ...,
+        max_lora_rank: builtins.int = ...,
+        adapter_versions: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "link_version", b"link_version", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "startup_phase_s", b"startup_phase_s", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_versions", b"adapter_versions", "attention_backend", b"attention_backend", "block_size", b"block_size", "device", b"device", "dtype", b"dtype", "link_version", b"link_version", "max_lora_rank", b"max_lora_rank", "max_loras", b"max_loras", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "model_fingerprint", b"model_fingerprint", "num_blocks", b"num_blocks", "rank", b"rank", "startup_phase_s", b"startup_phase_s", "vocab_size", b"vocab_size", "world_size", b"world_size"]) -> None: ...
 
 global___GetInfoResponse = GetInfoResponse
+
+@typing.final
+class AdapterSource(google.protobuf.message.Message):
+    """One adapter folder in PEFT's format."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: builtins.int
+    SHA256_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    path: builtins.str
+    """The folder, on a path that the shard sees as the router does."""
+    sha256: builtins.str
+    """Hash of the folder's files, lower-case hexadecimal SHA-256; the shard checks it."""
+    weight: builtins.float
+    """Weight in a combination."""
+    def __init__(
+        self,
+        *,
+        path: builtins.str = ...,
+        sha256: builtins.str = ...,
+        weight: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["path", b"path", "sha256", b"sha256", "weight", b"weight"]) -> None: ...
+
+global___AdapterSource = AdapterSource
+
+@typing.final
+class LoadAdapterRequest(google.protobuf.message.Message):
+    """Stages one adapter, or a combination of several as one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    COMBINATION_TYPE_FIELD_NUMBER: builtins.int
+    DENSITY_FIELD_NUMBER: builtins.int
+    SEED_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """Names it in bindings and UnloadAdapter. A version that is staged already is not read again."""
+    combination_type: builtins.str
+    """cat, linear, ties, dare_linear or dare_ties, as PEFT's add_weighted_adapter; empty: no combination."""
+    density: builtins.float
+    """Share of values that ties and dare keep, 0 to 1."""
+    seed: builtins.int
+    """Seed of dare's mask."""
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___AdapterSource]:
+        """What it is made of: one source without combination_type is that adapter itself."""
+
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+        sources: collections.abc.Iterable[global___AdapterSource] | None = ...,
+        combination_type: builtins.str = ...,
+        density: builtins.float = ...,
+        seed: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["combination_type", b"combination_type", "density", b"density", "seed", b"seed", "sources", b"sources", "version", b"version"]) -> None: ...
+
+global___LoadAdapterRequest = LoadAdapterRequest
+
+@typing.final
+class LoadAdapterResponse(google.protobuf.message.Message):
+    """It is staged."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    LOAD_S_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Largest rank of its modules."""
+    load_s: builtins.float
+    """Seconds that it took."""
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        load_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["load_s", b"load_s", "rank", b"rank"]) -> None: ...
+
+global___LoadAdapterResponse = LoadAdapterResponse
+
+@typing.final
+class UnloadAdapterRequest(google.protobuf.message.Message):
+    """Drops one staged adapter."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: builtins.int
+    version: builtins.str
+    """As in LoadAdapterRequest."""
+    def __init__(
+        self,
+        *,
+        version: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["version", b"version"]) -> None: ...
+
+global___UnloadAdapterRequest = UnloadAdapterRequest
+
+@typing.final
+class UnloadAdapterResponse(google.protobuf.message.Message):
+    """It is gone."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___UnloadAdapterResponse = UnloadAdapterResponse
 
 @typing.final
 class Hello(google.protobuf.message.Message):
@@ -185,6 +313,7 @@ class OpenedRows(google.protobuf.message.Message):
     NUM_LOGPROBS_FIELD_NUMBER: builtins.int
     STOP_ID_COUNTS_FIELD_NUMBER: builtins.int
     STOP_IDS_FIELD_NUMBER: builtins.int
+    ADAPTER_SLOTS_FIELD_NUMBER: builtins.int
     slots: builtins.bytes
     """i32 [R]: the rows."""
     num_prompt_tokens: builtins.bytes
@@ -205,6 +334,8 @@ class OpenedRows(google.protobuf.message.Message):
     """i32 [R]: how many of stop_ids belong to each row."""
     stop_ids: builtins.bytes
     """i32 [sum of stop_id_counts]: ids that min_tokens forbids."""
+    adapter_slots: builtins.bytes
+    """i32 [R]: adapter slot; -1: the base model."""
     def __init__(
         self,
         *,
@@ -218,10 +349,35 @@ class OpenedRows(google.protobuf.message.Message):
         num_logprobs: builtins.bytes = ...,
         stop_id_counts: builtins.bytes = ...,
         stop_ids: builtins.bytes = ...,
+        adapter_slots: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "seeds", b"seeds", "slots", b"slots", "stop_id_counts", b"stop_id_counts", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["adapter_slots", b"adapter_slots", "min_tokens", b"min_tokens", "num_logprobs", b"num_logprobs", "num_prompt_tokens", b"num_prompt_tokens", "seeds", b"seeds", "slots", b"slots", "stop_id_counts", b"stop_id_counts", "stop_ids", b"stop_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]) -> None: ...
 
 global___OpenedRows = OpenedRows
+
+@typing.final
+class AdapterBindings(google.protobuf.message.Message):
+    """Device slots that get another adapter. B slots, none with an open row."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SLOTS_FIELD_NUMBER: builtins.int
+    VERSIONS_FIELD_NUMBER: builtins.int
+    slots: builtins.bytes
+    """i32 [B]: the slots."""
+    @property
+    def versions(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """[B]: versions that LoadAdapter has staged."""
+
+    def __init__(
+        self,
+        *,
+        slots: builtins.bytes = ...,
+        versions: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["slots", b"slots", "versions", b"versions"]) -> None: ...
+
+global___AdapterBindings = AdapterBindings
 
 @typing.final
 class FilledTokens(google.protobuf.message.Message):
@@ -293,7 +449,7 @@ global___ScheduledRows = ScheduledRows
 
 @typing.final
 class Step(google.protobuf.message.Message):
-    """One step. Applied in this order: closed, opened, filled, scheduled."""
+    """One step. Applied in this order: closed, bindings, opened, filled, scheduled."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -302,6 +458,7 @@ class Step(google.protobuf.message.Message):
     OPENED_FIELD_NUMBER: builtins.int
     FILLED_FIELD_NUMBER: builtins.int
     SCHEDULED_FIELD_NUMBER: builtins.int
+    BINDINGS_FIELD_NUMBER: builtins.int
     step_id: builtins.int
     """Grows by one from 1; a gap ends the epoch."""
     closed_slots: builtins.bytes
@@ -318,6 +475,10 @@ class Step(google.protobuf.message.Message):
     def scheduled(self) -> global___ScheduledRows:
         """Rows that compute."""
 
+    @property
+    def bindings(self) -> global___AdapterBindings:
+        """Adapter slots given to staged adapters."""
+
     def __init__(
         self,
         *,
@@ -326,9 +487,10 @@ class Step(google.protobuf.message.Message):
         opened: global___OpenedRows | None = ...,
         filled: global___FilledTokens | None = ...,
         scheduled: global___ScheduledRows | None = ...,
+        bindings: global___AdapterBindings | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["filled", b"filled", "opened", b"opened", "scheduled", b"scheduled"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["closed_slots", b"closed_slots", "filled", b"filled", "opened", b"opened", "scheduled", b"scheduled", "step_id", b"step_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["bindings", b"bindings", "filled", b"filled", "opened", b"opened", "scheduled", b"scheduled"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bindings", b"bindings", "closed_slots", b"closed_slots", "filled", b"filled", "opened", b"opened", "scheduled", b"scheduled", "step_id", b"step_id"]) -> None: ...
 
 global___Step = Step
 

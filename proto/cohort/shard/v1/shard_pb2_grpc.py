@@ -46,6 +46,16 @@ class ShardServiceStub(object):
                 request_serializer=cohort_dot_shard_dot_v1_dot_shard__pb2.ExecuteRequest.SerializeToString,
                 response_deserializer=cohort_dot_shard_dot_v1_dot_shard__pb2.ExecuteResponse.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/cohort.shard.v1.ShardService/LoadAdapter',
+                request_serializer=cohort_dot_shard_dot_v1_dot_shard__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=cohort_dot_shard_dot_v1_dot_shard__pb2.LoadAdapterResponse.FromString,
+                _registered_method=True)
+        self.UnloadAdapter = channel.unary_unary(
+                '/cohort.shard.v1.ShardService/UnloadAdapter',
+                request_serializer=cohort_dot_shard_dot_v1_dot_shard__pb2.UnloadAdapterRequest.SerializeToString,
+                response_deserializer=cohort_dot_shard_dot_v1_dot_shard__pb2.UnloadAdapterResponse.FromString,
+                _registered_method=True)
 
 
 class ShardServiceServicer(object):
@@ -67,6 +77,21 @@ class ShardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Stages a LoRA adapter in host memory beside the steps; a step's bindings give it a slot on the device.
+        FAILED_PRECONDITION with the reason where the adapter cannot be applied exactly.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UnloadAdapter(self, request, context):
+        """Drops a staged adapter; a version that is not staged is no error. Slots bound to it keep their weights.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ShardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -79,6 +104,16 @@ def add_ShardServiceServicer_to_server(servicer, server):
                     servicer.Execute,
                     request_deserializer=cohort_dot_shard_dot_v1_dot_shard__pb2.ExecuteRequest.FromString,
                     response_serializer=cohort_dot_shard_dot_v1_dot_shard__pb2.ExecuteResponse.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=cohort_dot_shard_dot_v1_dot_shard__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=cohort_dot_shard_dot_v1_dot_shard__pb2.LoadAdapterResponse.SerializeToString,
+            ),
+            'UnloadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnloadAdapter,
+                    request_deserializer=cohort_dot_shard_dot_v1_dot_shard__pb2.UnloadAdapterRequest.FromString,
+                    response_serializer=cohort_dot_shard_dot_v1_dot_shard__pb2.UnloadAdapterResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -137,6 +172,60 @@ class ShardService(object):
             '/cohort.shard.v1.ShardService/Execute',
             cohort_dot_shard_dot_v1_dot_shard__pb2.ExecuteRequest.SerializeToString,
             cohort_dot_shard_dot_v1_dot_shard__pb2.ExecuteResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cohort.shard.v1.ShardService/LoadAdapter',
+            cohort_dot_shard_dot_v1_dot_shard__pb2.LoadAdapterRequest.SerializeToString,
+            cohort_dot_shard_dot_v1_dot_shard__pb2.LoadAdapterResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UnloadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/cohort.shard.v1.ShardService/UnloadAdapter',
+            cohort_dot_shard_dot_v1_dot_shard__pb2.UnloadAdapterRequest.SerializeToString,
+            cohort_dot_shard_dot_v1_dot_shard__pb2.UnloadAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -35,6 +35,20 @@ class ShardServiceStub:
     ]
     """One ordered stream per epoch: hello first, then steps; one answer each, in order."""
 
+    LoadAdapter: grpc.UnaryUnaryMultiCallable[
+        cohort.shard.v1.shard_pb2.LoadAdapterRequest,
+        cohort.shard.v1.shard_pb2.LoadAdapterResponse,
+    ]
+    """Stages a LoRA adapter in host memory beside the steps; a step's bindings give it a slot on the device.
+    FAILED_PRECONDITION with the reason where the adapter cannot be applied exactly.
+    """
+
+    UnloadAdapter: grpc.UnaryUnaryMultiCallable[
+        cohort.shard.v1.shard_pb2.UnloadAdapterRequest,
+        cohort.shard.v1.shard_pb2.UnloadAdapterResponse,
+    ]
+    """Drops a staged adapter; a version that is not staged is no error. Slots bound to it keep their weights."""
+
 class ShardServiceAsyncStub:
     """The internal link between the router and one shard. Every bytes field is a packed little-endian column:
     i32, i64, u64, f32 or u8 as its comment says, with the length that the comment gives in brackets.
@@ -51,6 +65,20 @@ class ShardServiceAsyncStub:
         cohort.shard.v1.shard_pb2.ExecuteResponse,
     ]
     """One ordered stream per epoch: hello first, then steps; one answer each, in order."""
+
+    LoadAdapter: grpc.aio.UnaryUnaryMultiCallable[
+        cohort.shard.v1.shard_pb2.LoadAdapterRequest,
+        cohort.shard.v1.shard_pb2.LoadAdapterResponse,
+    ]
+    """Stages a LoRA adapter in host memory beside the steps; a step's bindings give it a slot on the device.
+    FAILED_PRECONDITION with the reason where the adapter cannot be applied exactly.
+    """
+
+    UnloadAdapter: grpc.aio.UnaryUnaryMultiCallable[
+        cohort.shard.v1.shard_pb2.UnloadAdapterRequest,
+        cohort.shard.v1.shard_pb2.UnloadAdapterResponse,
+    ]
+    """Drops a staged adapter; a version that is not staged is no error. Slots bound to it keep their weights."""
 
 class ShardServiceServicer(metaclass=abc.ABCMeta):
     """The internal link between the router and one shard. Every bytes field is a packed little-endian column:
@@ -72,5 +100,23 @@ class ShardServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[cohort.shard.v1.shard_pb2.ExecuteResponse], collections.abc.AsyncIterator[cohort.shard.v1.shard_pb2.ExecuteResponse]]:
         """One ordered stream per epoch: hello first, then steps; one answer each, in order."""
+
+    @abc.abstractmethod
+    def LoadAdapter(
+        self,
+        request: cohort.shard.v1.shard_pb2.LoadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cohort.shard.v1.shard_pb2.LoadAdapterResponse, collections.abc.Awaitable[cohort.shard.v1.shard_pb2.LoadAdapterResponse]]:
+        """Stages a LoRA adapter in host memory beside the steps; a step's bindings give it a slot on the device.
+        FAILED_PRECONDITION with the reason where the adapter cannot be applied exactly.
+        """
+
+    @abc.abstractmethod
+    def UnloadAdapter(
+        self,
+        request: cohort.shard.v1.shard_pb2.UnloadAdapterRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[cohort.shard.v1.shard_pb2.UnloadAdapterResponse, collections.abc.Awaitable[cohort.shard.v1.shard_pb2.UnloadAdapterResponse]]:
+        """Drops a staged adapter; a version that is not staged is no error. Slots bound to it keep their weights."""
 
 def add_ShardServiceServicer_to_server(servicer: ShardServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
