@@ -68,10 +68,10 @@ def pack(token_slots: torch.Tensor, max_loras: int) -> torch.Tensor:
     Args:
         token_slots: int32 `[T]` on the host, each -1 or below max_loras.
     """
+    assert not bool((token_slots >= max_loras).any()), "a token's slot is beyond the stacks"
     keys = torch.where(token_slots < 0, max_loras, token_slots)
     order = torch.argsort(keys, stable=True)
     counts = torch.bincount(keys, minlength=max_loras + 1)
-    assert counts.numel() == max_loras + 1, "a token's slot is beyond the stacks"
     starts = counts.cumsum(0).roll(1)
     starts[0] = 0
     return torch.cat([token_slots, order.to(torch.int32), starts.to(torch.int32)])

@@ -115,9 +115,13 @@ class LoraSlices:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Adapter:
-    """A whole adapter: the pair of each module that it changes."""
+    """A whole adapter; `pairs[layer, module]` with a module of MODULES.
+
+    `is_rslora` tells that its configuration has `use_rslora`. The pairs' scales say so already; a merge asks for it.
+    """
 
     pairs: dict[Place, LoraPair]
+    is_rslora: bool = False
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -104,8 +104,6 @@ def read_lora_config(folder: Path) -> LoraConfig:
         raise AdapterError(f"{CONFIG_FILE} must hold a JSON object, not a {type(raw).__name__}.")
     try:
         return parse_lora_config(raw)
-    except AdapterError:
-        raise
     except ModelError as error:
         raise AdapterError(f"{CONFIG_FILE}: {error}") from None
 

@@ -63,6 +63,7 @@ class AdapterFile:
         except (OSError, SafetensorError) as error:
             raise AdapterError(f"{WEIGHTS_FILE} cannot be read: {error}; fetch the adapter again.") from None
         self._plans = self._plan(lora, config, max_rank)
+        self.is_rslora = lora.use_rslora
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -129,7 +130,8 @@ class AdapterFile:
 
 def read_adapter(folder: Path, config: ModelConfig, max_rank: int) -> Adapter:
     """The whole adapter in float32; raises AdapterError as `AdapterFile` does."""
-    return Adapter(dict(AdapterFile(folder, config, max_rank).pairs()))
+    file = AdapterFile(folder, config, max_rank)
+    return Adapter(dict(file.pairs()), file.is_rslora)
 
 
 def load_adapter(

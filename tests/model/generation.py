@@ -10,6 +10,8 @@ import torch
 from model.attention import Seqlen, create_attention
 from model.config import load_model_config
 from model.flash_cohere import FlashCohereForCausalLM
+from model.lora import BASE, AdapterBatchData
+from model.lora_stacks import LoraStacks
 from model.parallel import TensorParallel
 from model.weights import Weights
 
@@ -24,6 +26,7 @@ class Row:
     num_wanted: int
     table: list[int]
     num_computed: int = 0
+    slot: int = BASE
     logits: list[torch.Tensor] = dataclasses.field(default_factory=list)
 
 
@@ -52,8 +55,13 @@ def forward(
     cache: list[tuple[torch.Tensor, torch.Tensor]],
     rows: list[Row],
     chunks: list[int],
+    stacks: LoraStacks | None = None,
 ) -> list[torch.Tensor]:
     """Computes `chunks[i]` more tokens of each row; logits `[chunk, vocab]` per row. Rows of one token come first."""
+    adapters = None
+    if stacks is not None:
+        token_slots = [row.slot for row, chunk in zip(rows, chunks, strict=True) for _ in range(chunk)]
+        adapters = AdapterBatchData.build(token_slots, stacks)
     size = model.attention.block_size
     starts = [row.num_computed for row in rows]
     ends = [start + chunk for start, chunk in zip(starts, chunks, strict=True)]
@@ -80,7 +88,7 @@ def forward(
         torch.tensor(places),
         seqlen,
         max(ends),
-        None,
+        adapters,
     )
     return list(model.gather_logits(logits).split(chunks))
 
@@ -97,19 +105,32 @@ def generate(
 
     `chunk` bounds the prompt tokens of a row in a step; shorter prompts then decode beside longer ones.
     """
-    model = load(parallel, folder, dtype)
+    return generate_with(load(parallel, folder, dtype), prompts, num_new, chunk)
+
+
+def generate_with(
+    model: FlashCohereForCausalLM,
+    prompts: list[list[int]],
+    num_new: int,
+    chunk: int = 10**6,
+    stacks: LoraStacks | None = None,
+    slots: list[int] | None = None,
+) -> list[tuple[list[int], torch.Tensor]]:
+    """The same with a model that is loaded; prompt i goes through the adapter in `slots[i]` of the stacks."""
     generator = torch.Generator().manual_seed(1)
     blocks_each = [-(-(len(prompt) + num_new) // BLOCK_SIZE) for prompt in prompts]
     shuffled = (torch.randperm(sum(blocks_each), generator=generator) + 1).tolist()
     rows = []
-    for prompt, count in zip(prompts, blocks_each, strict=True):
-        rows.append(Row(list(prompt), len(prompt) + num_new, shuffled[:count]))
+    for prompt, count, slot in zip(prompts, blocks_each, slots or [BASE] * len(prompts), strict=True):
+        rows.append(Row(list(prompt), len(prompt) + num_new, shuffled[:count], slot=slot))
         shuffled = shuffled[count:]
     cache = nan_cache(model, sum(blocks_each) + 1)
     while active := [row for row in rows if len(row.tokens) < row.num_wanted]:
         chunks = {id(row): min(chunk, len(row.tokens) - row.num_computed) for row in active}
         active.sort(key=lambda row: chunks[id(row)] != 1)
-        for row, logits in zip(active, forward(model, cache, active, [chunks[id(r)] for r in active]), strict=True):
+        for row, logits in zip(
+            active, forward(model, cache, active, [chunks[id(r)] for r in active], stacks), strict=True
+        ):
             row.logits.append(logits)
             row.num_computed += len(logits)
             if row.num_computed == len(row.tokens):
