@@ -13,8 +13,11 @@ from tests.model.kernels.interpreter import interpret_triton
 interpret_triton()
 
 from model import kernels, layers  # noqa: E402
+from model.lora_adapter import LoraSlices  # noqa: E402
 from model.lora_stacks import LoraStacks  # noqa: E402
 from shard_server import device_draw  # noqa: E402
+from shard_server.adapter_slots import AdapterSlots  # noqa: E402
+from shard_server.adapters import AdapterRecipe, StagedAdapters  # noqa: E402
 from shard_server.cuda_graphs import DecodeGraphs, pack_rows  # noqa: E402
 from shard_server.graph_sizes import GraphShape  # noqa: E402
 from shard_server.link import decode_step  # noqa: E402
@@ -35,7 +38,12 @@ def runner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     checkpoints.make(folder, request.param)
     made = make_runner(folder)
     made._stacks = two_adapters(made)
+    made.adapters = AdapterSlots(made._stacks, StagedAdapters(nothing_to_read))
     return made
+
+
+def nothing_to_read(recipe: AdapterRecipe) -> LoraSlices:
+    raise AssertionError("the slots are filled by hand")
 
 
 def two_adapters(runner: ModelRunner) -> LoraStacks:
@@ -55,8 +63,12 @@ def prefill(runner: ModelRunner, adapter_slots: tuple[int, ...] = NO_ADAPTERS) -
     """Three open rows, the second and third drawn by noise; their first tokens."""
     runner.reset()
     runner._tables.tokens.tensor.numpy()[:] = 0
-    runner._tables.adapter_slots[: len(PROMPTS)] = adapter_slots
-    opens = [Open(slot, prompt, seed=slot, temperature=0.8 * slot) for slot, prompt in enumerate(PROMPTS)]
+    assert runner.adapters is not None
+    runner.adapters._is_bound[[0, 2]] = True
+    opens = [
+        Open(slot, prompt, seed=slot, temperature=0.8 * slot, adapter_slot=adapter_slots[slot])
+        for slot, prompt in enumerate(PROMPTS)
+    ]
     runs = [Run(slot, 0, len(prompt), True, (2 * slot + 1, 2 * slot + 2)) for slot, prompt in enumerate(PROMPTS)]
     rows = runner.step(decode_step(step(1, runs, opens))).rows
     assert rows is not None
