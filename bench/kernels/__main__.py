@@ -18,6 +18,7 @@ import torch
 
 from bench.kernels.decode import decode
 from bench.kernels.layers import layers, machine
+from bench.kernels.lora import lora
 from bench.kernels.one_row import one_row
 from bench.kernels.prefill import prefill
 from bench.kernels.products import products
@@ -34,6 +35,7 @@ SECTIONS: dict[str, Callable[[Report], None]] = {
     "products": products,
     "one_row": one_row,
     "step": step,
+    "lora": lora,
 }
 
 

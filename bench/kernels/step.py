@@ -14,7 +14,9 @@ from model import kernels
 from model.attention.triton import SplitDecode
 from model.kernels.few_rows import one_row_linear
 from model.kernels.jit import LAUNCH
+from model.kernels.lora import LoraTilings, add_lora_input, add_lora_output
 from model.kernels.sampling import Samples
+from model.lora import AdapterBatchData
 
 
 class Step:
@@ -72,18 +74,28 @@ class Step:
         else:
             torch.mm(x, weight.t(), out=out)
 
-    def run(self, is_flash: bool, is_one_row: bool = False) -> None:
-        """One step: six kernels a layer, seven where flash-attn splits."""
+    def run(
+        self,
+        is_flash: bool,
+        is_one_row: bool = False,
+        adapters: tuple[AdapterBatchData, LoraTilings] | None = None,
+    ) -> None:
+        """One step: six kernels a layer, seven where flash-attn splits, four more with adapters."""
         g = self.geometry
         for layer in range(self.NUM_LAYERS):
             kernels.layer_norm(self.x, self.weight, 1e-5, self.normed)
             self.multiply(self.normed, self.into[layer], self.projected, False, is_one_row)
+            if adapters is not None:
+                data, tilings = adapters
+                add_lora_input(self.normed, self.projected, data, layer, tilings)
             qkv = self.projected[:, : g.qkv]
             k, v = self.cache.k, self.cache.v
             kernels.rotary_and_cache(qkv, self.positions, self.cos_sin, self.slots[layer], k, v, g.heads)
             self.attend(is_flash, layer)
             kernels.silu_and_mul(self.projected[:, g.qkv :], self.joined[:, g.hidden :])
             self.multiply(self.joined, self.back[layer], self.x, True, is_one_row)
+            if adapters is not None:
+                add_lora_output(self.joined, self.x, data, layer, tilings)
         kernels.layer_norm(self.x, self.weight, 1e-5, self.normed)
         self.multiply(self.normed, self.head, self.logits, False, is_one_row)
         kernels.sample(self.logits, self.heat, self.positions, self.positions, self.samples)

@@ -28,10 +28,11 @@ class LoraTilings:
     expand_out: ExpandTiling
 
 
-def lora_tilings(num_tokens: int, max_rank: int) -> LoraTilings:
+def lora_tilings(num_tokens: int, max_rank: int, dtype: torch.dtype = torch.bfloat16) -> LoraTilings:
     """Some 8 KiB of weights a program for few tokens; tiles of an adapter's tokens for more; long streams for prompts.
 
-    Kernels are compiled apart for each of the three, so warm-up meets all of them by their numbers of tokens.
+    Kernels are compiled apart for each of the three, so warm-up meets all of them by their numbers of tokens. Products
+    of float32 are made outside tensor cores, where large tiles do not fit in registers.
     """
     if num_tokens <= FEW_TOKENS:
         return LoraTilings(
@@ -41,7 +42,7 @@ def lora_tilings(num_tokens: int, max_rank: int) -> LoraTilings:
             ExpandTiling(block_t=1, block_n=32),
         )
     block_n = min(max(16, next_power_of_2(max_rank)), 64)
-    if num_tokens <= DECODE_TOKENS:
+    if num_tokens <= DECODE_TOKENS or dtype == torch.float32:
         return LoraTilings(
             ShrinkTiling(block_t=16, block_n=block_n, block_k=256, part=1024),
             ExpandTiling(block_t=16, block_n=256),
@@ -78,7 +79,7 @@ def add_lora_input(
     if not len(normed):
         return
     own, sizes = data.stacks.layers[layer], data.stacks.sizes
-    chosen = lora_tilings(len(normed), data.stacks.max_rank) if tilings is None else tilings
+    chosen = lora_tilings(len(normed), data.stacks.max_rank, normed.dtype) if tilings is None else tilings
     shrunk = lora_shrink(normed, own.a_in, (sizes.hidden,), 0, data, chosen.shrink_in)
     columns = (sizes.q, sizes.kv, sizes.inner)
     lora_expand(shrunk, own.b_in, projected, columns, 0, data, chosen.expand_in)
@@ -105,7 +106,7 @@ def add_lora_output(
     if not len(mixed):
         return
     own, sizes = data.stacks.layers[layer], data.stacks.sizes
-    chosen = lora_tilings(len(mixed), data.stacks.max_rank) if tilings is None else tilings
+    chosen = lora_tilings(len(mixed), data.stacks.max_rank, mixed.dtype) if tilings is None else tilings
     first_module = len(INPUT_MODULES)
     shrunk = lora_shrink(mixed, own.a_out, sizes.outputs, first_module, data, chosen.shrink_out)
     lora_expand(shrunk, own.b_out, out, (sizes.hidden, 0, 0), first_module, data, chosen.expand_out)

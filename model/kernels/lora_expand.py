@@ -49,8 +49,8 @@ def _expand_row(
         for first in range(CHUNK, rank, CHUNK):
             is_number = first + number < RANK
             low = _add_up(sums + first + number, part_stride, is_number, BEGIN, END)
-            inside = is_column[:, None] & is_number[None, :]
-            weights = tl.load(b_rows + first + number[None, :], mask=inside, other=0.0)
+            is_weight = is_column[:, None] & is_number[None, :]
+            weights = tl.load(b_rows + first + number[None, :], mask=is_weight, other=0.0)
             acc += tl.sum(weights.to(tl.float32) * low[None, :], 1)
     return acc
 
@@ -78,10 +78,10 @@ def _expand_tile(
     if RANK > CHUNK:
         for first in range(CHUNK, rank, CHUNK):
             is_number = first + number < RANK
-            inside = is_token[:, None] & is_number[None, :]
-            low = _add_up(sums + first + number[None, :], part_stride, inside, BEGIN, END)
-            inside = is_number[:, None] & is_column[None, :]
-            weights = tl.load(b_rows + first + number[:, None], mask=inside, other=0.0)
+            is_low = is_token[:, None] & is_number[None, :]
+            low = _add_up(sums + first + number[None, :], part_stride, is_low, BEGIN, END)
+            is_weight = is_number[:, None] & is_column[None, :]
+            weights = tl.load(b_rows + first + number[:, None], mask=is_weight, other=0.0)
             acc = dot(low.to(weights.dtype), weights, acc)
     return acc
 

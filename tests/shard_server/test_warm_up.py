@@ -19,6 +19,8 @@ interpret_triton()
 
 from model import kernels, layers  # noqa: E402
 from model.attention.triton import TritonAttention  # noqa: E402
+from model.kernels import lora  # noqa: E402
+from model.kernels.lora import lora_tilings  # noqa: E402
 from model.lora_stacks import LoraStacks  # noqa: E402
 from shard_server import device_draw  # noqa: E402
 from shard_server.model_runner import ModelRunner  # noqa: E402
@@ -116,6 +118,8 @@ def launched(runner: ModelRunner) -> Iterator[set[Variant]]:
             for name in names:
                 patch.setattr(module, name, Recorder(name, getattr(module, name), variants))
         patch.setattr(layers, "layer_norm", layer_norm)
+        # The adapters' kernels as they are for bfloat16, which has one more kind of tiles.
+        patch.setattr(lora, "lora_tilings", lambda num_tokens, max_rank, _: lora_tilings(num_tokens, max_rank))
         for name in ("head_norm", "rotary_and_cache", "silu_and_mul", "add_lora_input", "add_lora_output"):
             patch.setattr(layers, name, getattr(kernels, name))
         model = runner._model
