@@ -9,7 +9,7 @@ STAMP := $(VENV)/.installed
 GPU_PYTHON ?= python3
 export HF_HUB_OFFLINE ?= 1
 
-.PHONY: help setup demo serve test test-slow lint format typecheck proto proto-check bench bench-gpu clean
+.PHONY: help setup demo serve test test-slow lint format typecheck proto proto-check bench bench-gpu soak clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -63,6 +63,9 @@ proto-check: $(STAMP) ## check that the committed stubs equal regenerated ones
 bench: $(STAMP) ## compare with transformers on this CPU, and a cached prompt with a new one; tables in bench/results/
 	$(PY) -m bench.cpu $(ARGS)
 	$(PY) -m bench.prefix $(if $(findstring --quick,$(ARGS)),--quick)
+
+soak: $(STAMP) ## callers of every kind while shards are killed, for 30 minutes: make soak ARGS='--minutes 5'
+	$(PY) -m bench.chaos $(ARGS)
 
 bench-gpu: ## on a GPU machine: make bench-gpu GEOMETRY=aya-8b TP=1; tables in bench/results/
 	PYTHONPATH=proto:. $(GPU_PYTHON) -m bench.gpu --geometry $(or $(GEOMETRY),aya-8b) --tensor-parallel-size $(or $(TP),1) $(ARGS)

@@ -25,6 +25,7 @@ from tests.shard_server.steps import ints, step
 from tests.shard_server.test_adapters import Disk, Slices
 
 LIMIT_S = 20
+STATUS_S = 0.2
 FACTS = ShardFacts("f", 0, 1, 16, 9, 64, 4, 32, 100, "float32", "cpu", "torch", {"load": 1.5})
 
 
@@ -105,6 +106,8 @@ class Stream:
         return answer.result
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
+        await self.call.code()
+        await asyncio.sleep(STATUS_S)  # A write that the break interrupts first sets a status of grpc's own.
         return await self.call.code(), await self.call.details()
 
 
